@@ -4,13 +4,16 @@
     tfdist-run -n 2 -m benchmarks.saving [ROWS]
 
 Trains one table with Adagrad without the callback, with it, and with a
-checkpoint every 50 steps, in turns; prints the seconds of 150 steps, those
-that were waited for copies, and those of a write that all wait for.
+checkpoint every 50 steps, in turns. Prints the seconds of 150 steps, the
+seconds that training waited for saves (to start them, and for the last one),
+and the median milliseconds of a step that starts a save and of the others. The
+last line is a write that all ranks wait for.
 """
 
 from __future__ import annotations
 
 import pathlib
+import statistics
 import sys
 import tempfile
 import time
@@ -25,6 +28,34 @@ from tfdist_ext.comm.exchanges import text_of_first_rank
 
 keras = tf.keras
 DIM, BATCH, HOTNESS, STEPS, TURNS = 32, 4096, 16, 150, 3
+
+
+class StepTimes(keras.callbacks.Callback):  # type: ignore[name-defined]
+    """Milliseconds of steps, from the end of one to the end of the next.
+
+    Args:
+        saved: the callback that saves; None for none.
+
+    Attributes:
+        starts: of steps that start a save.
+        others: of all other steps but the first.
+    """
+
+    def __init__(self, saved: Resume | None) -> None:
+        super().__init__()
+        self.starts: list[float] = []
+        self.others: list[float] = []
+        self._saved = saved
+        self._waited = self._last = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        waited = self._saved.seconds if self._saved is not None else 0.0
+        now = time.monotonic()
+        if self._last:
+            started = waited > self._waited
+            of_kind = self.starts if started else self.others
+            of_kind.append(1e3 * (now - self._last))
+        self._last, self._waited = now, waited
 
 
 def make_model(strategy: Any, rows: int) -> Any:
@@ -58,12 +89,15 @@ def main() -> None:
     collectives = strategy.collectives
     model, data = make_model(strategy, rows), make_data(rows)
 
-    def train(*callbacks: Any) -> float:
+    def train(saved: Resume | None = None) -> tuple[str, str, str]:
+        times = StepTimes(saved)
+        callbacks = [times] if saved is None else [saved, times]
         start = time.monotonic()
-        model.fit(
-            data, steps_per_epoch=STEPS, verbose=0, callbacks=list(callbacks)
-        )
-        return time.monotonic() - start
+        model.fit(data, steps_per_epoch=STEPS, verbose=0, callbacks=callbacks)
+        seconds = time.monotonic() - start
+        starts = statistics.median(times.starts) if times.starts else 0.0
+        others = statistics.median(times.others)
+        return f"{seconds:.2f}", f"{starts:.1f}", f"{others:.1f}"
 
     def show(*cells: Any) -> None:
         if strategy.rank == 0:
@@ -72,20 +106,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as own:
         folder = text_of_first_rank(own, collectives, "folder")
         train()
-        show("", "seconds", "saves", "of copies")
+        show("", "saves", "seconds", "waited", "ms start", "ms others")
         for turn in range(TURNS):
-            show("without", f"{train():.2f}", 0, "")
+            seconds, _, others = train()
+            show("without", 0, seconds, "", "", others)
             for every in (STEPS, 50):
                 saved = Resume(f"{folder}/{turn}-{every}", every=every)
-                seconds = train(saved)
-                saves = -(-STEPS // every)
-                show("with", f"{seconds:.2f}", saves, f"{saved.seconds:.3f}")
+                seconds, starts, others = train(saved)
+                saves, waited = -(-STEPS // every), f"{saved.seconds:.2f}"
+                show("with", saves, seconds, waited, starts, others)
         start = time.monotonic()
         checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
         path = pathlib.Path(checkpoint.write(f"{folder}/waited/ckpt"))
         seconds = time.monotonic() - start
         size = sum(file.stat().st_size for file in path.parent.iterdir())
-        show("Checkpoint", f"{seconds:.2f}", 1, f"{size / 1e6:.0f} MB")
+        show("Checkpoint", 1, f"{seconds:.2f}", f"{size / 1e6:.0f} MB")
         if collectives is not None:
             collectives.barrier("end")
 

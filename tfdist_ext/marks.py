@@ -433,24 +433,6 @@ def watch(dataset: tf.data.Dataset) -> Any:
     return getattr(dataset, "_tfdist_watch", None)
 
 
-def set_assembly(
-    parts: tf.Tensor, assemble: Callable[[tf.Tensor], tf.Tensor]
-) -> None:
-    """Sets a function that converts saved values to their form in the file.
-
-    Args:
-        parts: a tensor that is never modified.
-        assemble: function of the tensor that returns the values to write. It
-            must not have a reference to the tensor.
-    """
-    parts._tfdist_assembly = assemble
-
-
-def assembly(parts: tf.Tensor) -> Callable[[tf.Tensor], tf.Tensor] | None:
-    """Value of `set_assembly`; None if values are written unchanged."""
-    return getattr(parts, "_tfdist_assembly", None)
-
-
 def keep_alive(graph: tf.Graph, other: tf.Graph) -> None:
     """Extends the lifetime of a graph to that of another one.
 

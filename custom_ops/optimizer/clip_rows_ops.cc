@@ -36,7 +36,8 @@ class ClipRowsOp : public tf::OpKernel {
     ShardAccess shard;
     OP_REQUIRES_OK(ctx, shard.Lock(ctx, 0));
     OP_REQUIRES_OK(ctx, inputs.Read(ctx, name(), shard));
-    OP_REQUIRES_OK(ctx, shard.PrepareToWrite(ctx));
+    OP_REQUIRES_OK(ctx, shard.PrepareToWriteRows(ctx));
+    shard.WillWrite(inputs.batch.rows, inputs.batch.size);
     const RowBuffers buffers = shard.Buffers(0, inputs.rounding);
     ParallelUnits(ctx->device()->tensorflow_cpu_worker_threads()->workers,
                   inputs.batch.size, 50 + inputs.batch.dim,

@@ -113,11 +113,15 @@ class ApplyLookupGradOp : public tf::OpKernel {
                             const std::vector<SortedRange>& ranges) {
       // The sorter has checked all rows before its first call.
       if (buffers.empty()) {
-        TF_RETURN_IF_ERROR(shard.PrepareToWrite(ctx));
+        TF_RETURN_IF_ERROR(shard.PrepareToWriteRows(ctx));
         shard.UseHugePages();
         for (int t = 0; t < count_; ++t) {
           buffers.push_back(shard.Buffers(inputs_.NumSlots(), roundings[t], t));
         }
+      }
+      for (const SortedRange& range : ranges) {
+        shard.WillWrite(range.entries->rows(), range.entries->unique(),
+                        static_cast<int>(range.table));
       }
       Update(ctx, rule, buffers, shapes.widths, ranges);
       return absl::OkStatus();

@@ -31,7 +31,9 @@ class ResetRowsKernel : public tensorflow::OpKernel {
     const Block& block = initial_.block();
     OP_REQUIRES(
         ctx,
-        shard.tensor(0).NumElements() == block.local_rows * block.local_dim,
+        shard.tensor(0).dims() > 0 &&
+            shard.tensor(0).dim_size(0) == block.local_rows &&
+            shard.tensor(0).NumElements() == block.local_rows * block.local_dim,
         tensorflow::errors::InvalidArgument(
             "variable ", shard.name(0), " must have ", block.local_rows,
             " rows of ", block.local_dim,

@@ -42,7 +42,10 @@ struct ResetOnCpu {
   static absl::Status Reset(OpKernelContext* ctx, const InitialRows& initial,
                             uint64_t seed, const std::vector<ResetRow>& rows,
                             ShardAccess* shard) {
-    TF_RETURN_IF_ERROR(shard->PrepareToWrite(ctx));
+    std::vector<int64_t> written;
+    for (const ResetRow& row : rows) written.push_back(row.local);
+    TF_RETURN_IF_ERROR(shard->PrepareToWriteRows(ctx));
+    shard->WillWrite(written.data(), static_cast<int64_t>(written.size()));
     const RowBuffers buffers = shard->Buffers(0, {});
     std::vector<float> values(initial.block().local_dim);
     for (const ResetRow& row : rows) {

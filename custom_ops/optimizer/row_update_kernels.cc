@@ -22,7 +22,12 @@ class ApplyRowsOp : public tf::OpKernel {
     UpdateInputs<Rule> given;
     ShardAccess shard;
     OP_REQUIRES_OK(ctx, given.Read(ctx, name(), &inputs_, &shard));
-    OP_REQUIRES_OK(ctx, shard.PrepareToWrite(ctx));
+    if (WritesAllRows()) {
+      OP_REQUIRES_OK(ctx, shard.PrepareToWrite(ctx));
+    } else {
+      OP_REQUIRES_OK(ctx, shard.PrepareToWriteRows(ctx));
+      shard.WillWrite(given.batch.rows, given.batch.size);
+    }
     shard.UseHugePages();
     const Work work = {given.rule,
                        shard.Buffers(inputs_.NumSlots(), given.rounding),
@@ -40,6 +45,11 @@ class ApplyRowsOp : public tf::OpKernel {
     RowBuffers buffers;
     int64_t num_rows;  // of the table
   };
+
+  bool WritesAllRows() const {
+    if constexpr (std::is_same<Rule, AdamRule>::value) return inputs_.all_rows;
+    return false;
+  }
 
   // Returns the approximate cycles per row. Memory accesses of the row and its
   // slots dominate.

@@ -65,25 +65,66 @@ absl::Status CopyOnHost(const void* from, int64_t bytes, void* to) {
   return absl::OkStatus();
 }
 
+absl::Status ShardAccess::CopyIfShared(tf::OpKernelContext* ctx,
+                                       const CopyBytes& copy_bytes,
+                                       tf::Var* variable) {
+  tf::Tensor* values = variable->tensor();
+  // In copy-on-read mode, no other tensor shares the buffer. Otherwise, a
+  // reference count of one means that none does, and none can while the
+  // variable is locked.
+  if (variable->copy_on_read_mode.load() || values->RefCountIsOne()) {
+    return absl::OkStatus();
+  }
+  tf::Tensor copy;
+  TF_RETURN_IF_ERROR(
+      ctx->allocate_temp(values->dtype(), values->shape(), &copy));
+  TF_RETURN_IF_ERROR(
+      copy_bytes(values->data(), values->TotalBytes(), copy.data()));
+  *values = copy;
+  variable->copy_on_read_mode.store(true);
+  return absl::OkStatus();
+}
+
 absl::Status ShardAccess::PrepareToWrite(tf::OpKernelContext* ctx,
                                          const CopyBytes& copy_bytes) {
   for (auto& variable : variables_) {
-    tf::Tensor* values = variable->tensor();
-    // In copy-on-read mode, no other tensor shares the buffer. Otherwise, a
-    // reference count of one means that none does, and none can while the
-    // variable is locked.
-    if (variable->copy_on_read_mode.load() || values->RefCountIsOne()) {
-      continue;
-    }
-    tf::Tensor copy;
-    TF_RETURN_IF_ERROR(
-        ctx->allocate_temp(values->dtype(), values->shape(), &copy));
-    TF_RETURN_IF_ERROR(
-        copy_bytes(values->data(), values->TotalBytes(), copy.data()));
-    *values = copy;
-    variable->copy_on_read_mode.store(true);
+    TF_RETURN_IF_ERROR(CopyIfShared(ctx, copy_bytes, variable.get()));
   }
   return absl::OkStatus();
+}
+
+absl::Status ShardAccess::PrepareToWriteRows(tf::OpKernelContext* ctx) {
+  for (size_t i = 0; i < variables_.size(); ++i) {
+    tf::Var* variable = variables_[i].get();
+    std::vector<SharedSnapshot> sharing;
+    for (SharedSnapshot& each : SnapshotsOf(variable)) {
+      if (each->SharesBuffer()) sharing.push_back(std::move(each));
+    }
+    if (sharing.empty()) {
+      TF_RETURN_IF_ERROR(CopyIfShared(ctx, CopyOnHost, variable));
+      continue;
+    }
+    // Whether there are readers besides the snapshots shows when these do not
+    // refer to the buffer. If there are, the snapshots keep the old buffer.
+    const tf::Tensor* values = variable->tensor();
+    const void* data = values->data();
+    for (const SharedSnapshot& each : sharing) each->DropBuffer();
+    const tf::Tensor before = values->RefCountIsOne() ? tf::Tensor() : *values;
+    const absl::Status copied = CopyIfShared(ctx, CopyOnHost, variable);
+    const bool in_place = values->data() == data;
+    for (const SharedSnapshot& each : sharing) {
+      each->SetBuffer(in_place ? *values : before);
+      if (in_place) snapshots_.emplace_back(i % tables_, each);
+    }
+    TF_RETURN_IF_ERROR(copied);
+  }
+  return absl::OkStatus();
+}
+
+void ShardAccess::WillWrite(const int64_t* rows, int64_t size, int table) {
+  for (const auto& [of, snapshot] : snapshots_) {
+    if (of == table) snapshot->Keep(rows, size);
+  }
 }
 
 void ShardAccess::UseHugePages() {

@@ -4,8 +4,10 @@
 
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "custom_ops/optimizer/row_snapshot.h"
 #include "custom_ops/optimizer/row_update_functor.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_var.h"
@@ -48,6 +50,13 @@ class ShardAccess {
   absl::Status PrepareToWrite(tensorflow::OpKernelContext* ctx,
                               const CopyBytes& copy = CopyOnHost);
 
+  // The same where only rows are written that WillWrite() receives first: a
+  // buffer of which there is a snapshot is not copied, but these rows are.
+  absl::Status PrepareToWriteRows(tensorflow::OpKernelContext* ctx);
+  // Call it before rows of a table and of its slots are written. The rows must
+  // be within the table, and may be repeated.
+  void WillWrite(const int64_t* rows, int64_t size, int table = 0);
+
   // Replaces the pages of the buffers by huge pages, at the first update.
   void UseHugePages();
 
@@ -66,6 +75,9 @@ class ShardAccess {
 
  private:
   absl::Status Check(int index) const;
+  // Copies the buffer of a variable if it has another reader.
+  absl::Status CopyIfShared(tensorflow::OpKernelContext* ctx,
+                            const CopyBytes& copy, tensorflow::Var* variable);
 
   int tables_ = 1;
   // The references must outlive the locks. Members are destroyed in reverse
@@ -73,6 +85,8 @@ class ShardAccess {
   std::vector<tensorflow::core::RefCountPtr<tensorflow::Var>> variables_;
   std::vector<const std::string*> names_;  // of the inputs' handles
   std::vector<tensorflow::mutex_lock> locks_;
+  // Snapshots of buffers that are written in place, and their tables.
+  std::vector<std::pair<int, SharedSnapshot>> snapshots_;
 };
 
 // Reads the rounding of a bfloat16 table: stochastic with the seed in the input

@@ -14,6 +14,7 @@ BATCHES = "batches come from the input pipeline, on the host"
 KEYS = "vocabularies are hash maps on the host, where keys arrive"
 BYTES = "bytes for the wire are made by the host, which sends them"
 REQUESTS = "a thread of the host answers requests, in the memory of the host"
+SNAPSHOTS = "shards on a GPU are copied to the host when a save starts"
 UPDATES = "on a GPU, LookupGrad and the update of rows are two ops"
 GROUP = "it tells ranks of each other, with no numbers of a table"
 ON_HOST = {
@@ -35,6 +36,7 @@ ON_HOST = {
         ),
         UPDATES,
     ),
+    **dict.fromkeys(("StartRowSnapshot", "TakeSnapshotRows"), SNAPSHOTS),
     **dict.fromkeys(("PackNumbers", "UnpackNumbers"), BYTES),
     **dict.fromkeys(("EncodeInt8", "DecodeInt8"), BYTES),
     **dict.fromkeys(("Request", "Serve", "Reply"), REQUESTS),

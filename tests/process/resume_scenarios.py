@@ -21,7 +21,6 @@ from tests.recording import Recorder
 from tfdist_ext.callbacks import Resume
 from tfdist_ext.callbacks import resume
 from tfdist_ext.saving import checkpoint_files
-from tfdist_ext.saving import checkpoint_writing
 
 keras = tf.keras
 EPOCHS, STEPS = 4, 6
@@ -98,19 +97,20 @@ def notice():
 @contextlib.contextmanager
 def full_disk(strategy):
     """The first file that the last rank writes fails."""
-    write, left = checkpoint_writing.Parts.write, [strategy.world_size - 1]
+    last = strategy.world_size - 1
+    write, left = tf.raw_ops.SaveV2, [last] if strategy.rank == last else []
 
-    def fail_once(parts):
-        if parts.rank in left:
+    def fail_once(**kwargs):
+        if left:
             left.clear()
             raise OSError("No space left on device")
-        write(parts)
+        return write(**kwargs)
 
-    checkpoint_writing.Parts.write = fail_once
+    tf.raw_ops.SaveV2 = fail_once
     try:
-        yield f"rank {left[0]}: OSError: No space left"
+        yield f"rank {last}: OSError: No space left"
     finally:
-        checkpoint_writing.Parts.write = write
+        tf.raw_ops.SaveV2 = write
 
 
 @contextlib.contextmanager

@@ -11,6 +11,20 @@ def test_goes_on(run_scenario, ranks, keras):
     run_scenario("resume_scenarios.goes_on", ranks=ranks, keras=keras)
 
 
+@pytest.mark.parametrize(
+    ("scenario", "ranks", "keras"),
+    [
+        ("with_adam", 2, 3),
+        ("with_each_optimizer", 3, 3),
+        ("with_each_optimizer", 4, 2),
+    ],
+)
+def test_saves_the_state_of_a_step_while_training_goes_on(
+    run_scenario, scenario, ranks, keras
+):
+    run_scenario(f"snapshot_scenarios.{scenario}", ranks=ranks, keras=keras)
+
+
 @pytest.mark.parametrize(("begun", "ended"), [(1, 2)])
 def test_goes_on_at_another_number_of_ranks(run_scenario, begun, ended):
     begin, end = "resume_scenarios.begin", "resume_scenarios.end"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -472,6 +473,26 @@ class Collectives:
                 tag=self.tag(label, "all_to_all", tensor.dtype),
                 label=label,
             )
+
+    def all_to_all_beside_steps(
+        self, label: str, dtype: tf.DType
+    ) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
+        """An all-to-all for a thread that runs beside steps.
+
+        Args:
+            label: names the exchange in errors.
+            dtype: dtype of the values.
+
+        Returns:
+            A function with the arguments and results of `all_to_all`, without
+            the label. One thread of each rank may call it, any number of times.
+        """
+        return functools.partial(
+            self.ops.all_to_all,
+            self.group,
+            tag=self.tag(label, "all_to_all", dtype),
+            label=label,
+        )
 
     def sum_over_peers(
         self, tensor: tf.Tensor, peers: Sequence[int], label: str

@@ -10,6 +10,7 @@ first exchange rows to make contiguous blocks, piece by piece.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.embedding import whole_tables
+from tfdist_ext.ops.snapshot_ops import RowSnapshot
 from tfdist_ext.tables import placement
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.type_names import Trackable
@@ -92,6 +94,28 @@ def _check_rows(table: str, rows: int, saved: int) -> None:
             f"DynamicVocabulary a capacity of at least {saved - 1}. Nothing "
             "was restored."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A piece of a rank's slice, which is read when it is written.
+
+    Attributes:
+        shape: shape of the piece.
+        dtype: dtype of the table.
+        read: exchanges rows and returns the piece. All ranks must read their
+            pieces, in the same order.
+    """
+
+    shape: tf.TensorShape
+    dtype: tf.DType
+    read: Callable[[], tf.Tensor]
+
+
+# Copies local rows, which are an array of int64 `[n]`.
+_ReadRows = Callable[[np.ndarray], tf.Tensor]
+# `Collectives.all_to_all` without its label.
+_AllToAll = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 
 
 class SavedShard:
@@ -164,9 +188,8 @@ class SavedShard:
 
     def serialize(self) -> dict[str, object]:
         """Returns the slices of this rank; each is computed when written."""
-        pieces = self.pieces
 
-        def made_by(make: Callable[[], tf.Tensor], slice_spec: str) -> Any:
+        def made_by(make: Callable[[], object], slice_spec: str) -> Any:
             return internals.SaveSpec(
                 tensor=make,
                 slice_spec=slice_spec,
@@ -177,13 +200,44 @@ class SavedShard:
 
         if self._whole:
             return {_KEY: {"": made_by(self._gather, "")}}
+        found = self.pieces_of_slice().items()
+        return {_KEY: {key: made_by(each.read, key) for key, each in found}}
+
+    def pieces_of_slice(self, snapshot: bool = False) -> dict[str, Piece]:
+        """The pieces of this rank's slice.
+
+        Args:
+            snapshot: whether the pieces have the rows of now, and are read by
+                another thread beside training; all ranks must call. Otherwise
+                they have the rows of the time when they are read.
+
+        Returns:
+            The pieces by slice, in TensorFlow's notation. None if rank 0 writes
+            the whole table, because it has too few rows, and for a snapshot of
+            a shard on a GPU.
+        """
+        on_host = "GPU" not in self._variable.device
+        if self._whole or (snapshot and not on_host):
+            return {}
+        spec, collectives = self._spec, self._collectives
+        read: _ReadRows = self._read
+        exchange: _AllToAll = functools.partial(
+            collectives.all_to_all, label=f"{spec.table}/save"
+        )
+        if snapshot:
+            exchange = collectives.all_to_all_beside_steps(
+                f"{spec.table}/snapshot", self.dtype
+            )
+            read = RowSnapshot(self._variable).take
+        pieces = self.pieces
         make = self._own_rows if self._by_column else self._block
-        slices = [self._slice(piece, pieces) for piece in range(pieces)]
         return {
-            _KEY: {
-                each: made_by(functools.partial(make, piece, pieces), each)
-                for piece, each in enumerate(slices)
-            }
+            self._slice(piece, pieces): Piece(
+                self._piece_shape(piece),
+                self.dtype,
+                functools.partial(make, piece, pieces, read, exchange),
+            )
+            for piece in range(pieces)
         }
 
     def restore(
@@ -227,25 +281,53 @@ class SavedShard:
         """
         pieces = self.pieces
         slices = [self._slice(piece, pieces) for piece in range(pieces)]
-        with futures.ThreadPoolExecutor(_READ_AHEAD) as threads:
-            ahead = [threads.submit(read, s) for s in slices[:_READ_AHEAD]]
+        failure: BaseException | None = None
+        with (
+            futures.ThreadPoolExecutor(_READ_AHEAD) as readers,
+            futures.ThreadPoolExecutor(1) as writer,
+        ):
+            ahead = [readers.submit(read, s) for s in slices[:_READ_AHEAD]]
+            written: futures.Future[None] | None = None
             for piece in range(pieces):
                 reading = ahead.pop(0)
-                agree(reading.exception())
-                rows = reading.result()
+                failure = failure or reading.exception()
+                # A rank that cannot read takes part in the exchanges of all
+                # pieces, so that no other rank waits for it.
+                rows = (
+                    tf.zeros(self._piece_shape(piece), self.dtype)
+                    if failure
+                    else reading.result()
+                )
                 del reading
                 if piece + _READ_AHEAD < pieces:
                     following = slices[piece + _READ_AHEAD]
-                    ahead.append(threads.submit(read, following))
-                self._assign(rows, piece, pieces)
+                    ahead.append(readers.submit(read, following))
+                if not self._by_column:
+                    rows = self._spread(rows, piece, pieces)
+                if written is not None:
+                    written.result()
+                written = writer.submit(self._assign, rows, piece, pieces)
+                del rows
+            if written is not None:
+                written.result()
+        agree(failure)
+
+    def _piece_shape(self, piece: int) -> tf.TensorShape:
+        """The shape of a piece of this rank's slice."""
+        spec = self._spec
+        bounds = self._bounds(spec.rank, self.pieces)
+        first, end = map(int, bounds[piece : piece + 2])
+        if self._by_column:
+            return tf.TensorShape([end - first, spec.local_dim])
+        rows = min(end * spec.row_parts, spec.rows) - first * spec.row_parts
+        return tf.TensorShape([rows, *self.shape[1:]])
 
     def _assign(self, rows: tf.Tensor, piece: int, pieces: int) -> None:
-        """Assigns what the ranks have read of their pieces."""
+        """Assigns this rank's rows of a piece."""
         if self._by_column:
             bounds = self._bounds(self._spec.rank, pieces)
             local = np.arange(*bounds[piece : piece + 2])
         else:
-            rows = self._spread(rows, piece, pieces)
             local = np.concatenate(self._local_rows_of_all(piece, pieces))
         with tf.device(self._variable.device):
             self._variable.scatter_update(
@@ -359,13 +441,13 @@ class SavedShard:
         padding = [[0, missing]] + [[0, 0]] * (rows.shape.rank - 1)
         return tf.pad(rows, padding)
 
-    def _own_rows(self, piece: int, pieces: int) -> tf.Tensor:
+    def _own_rows(
+        self, piece: int, pieces: int, read: _ReadRows, exchange: _AllToAll
+    ) -> tf.Tensor:
         """Returns rows of this rank's columns."""
+        del exchange
         bounds = self._bounds(self._spec.rank, pieces)[piece : piece + 2]
-        rows = self._read(np.arange(*bounds))
-        # It is written as it is, and never changed.
-        marks.set_assembly(rows, lambda found: found)
-        return rows
+        return read(np.arange(*bounds))
 
     def _read(self, local: np.ndarray) -> tf.Tensor:
         """Copies local rows; a read of the variable may copy all of them."""
@@ -382,25 +464,18 @@ class SavedShard:
         bounds = [self._bounds(rank, pieces) for rank in ranks]
         return [np.arange(*each[piece : piece + 2]) for each in bounds]
 
-    def _block(self, piece: int, pieces: int) -> tf.Tensor:
-        """Exchanges rows to make a piece of this rank's contiguous block.
-
-        The exchange ends before this returns. The parts are joined when they
-        are written, which may be during training.
-        """
-        spec = self._spec
-        width = self._widths()[spec.rank]
+    def _block(
+        self, piece: int, pieces: int, read: _ReadRows, exchange: _AllToAll
+    ) -> tf.Tensor:
+        """Exchanges rows to make a piece of this rank's contiguous block."""
+        width = self._widths()[self._spec.rank]
         wanted = self._local_rows_of_all(piece, pieces)
-        rows = self._read(np.concatenate(wanted) if width else wanted[0][:0])
-        flat, received = self._collectives.all_to_all(
+        rows = read(np.concatenate(wanted) if width else wanted[0][:0])
+        flat, received = exchange(
             tf.reshape(rows, [-1]),
             tf.constant([len(each) * width for each in wanted], tf.int64),
-            f"{spec.table}/save",
         )
-        marks.set_assembly(
-            flat, functools.partial(self._assemble, received, piece, pieces)
-        )
-        return flat
+        return self._assemble(received, piece, pieces, flat)
 
     def _assemble(
         self, received: tf.Tensor, piece: int, pieces: int, flat: tf.Tensor

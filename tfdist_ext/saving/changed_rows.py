@@ -16,6 +16,7 @@ from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding import sharded_variable
+from tfdist_ext.embedding.checkpoint_slices import Piece
 from tfdist_ext.embedding.checkpoint_slices import SavedShard
 from tfdist_ext.embedding.sharded_variable import fingerprints
 from tfdist_ext.keras_internals import value_of
@@ -174,7 +175,7 @@ def _offsets(spec: str) -> tuple[int, int]:
 
 
 # Name, slice of the tensor ("" for all of it), values.
-Entry = tuple[str, str, tf.Tensor]
+Entry = tuple[str, str, tf.Tensor | Piece]
 Marks = dict[str, np.ndarray]
 # Share of an object's bytes; if more have changed, all are written.
 _MOST = 0.5

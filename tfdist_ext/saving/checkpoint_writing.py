@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -14,11 +15,11 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.exchanges import text_of_first_rank
 from tfdist_ext.embedding import checkpoint_slices
+from tfdist_ext.embedding.checkpoint_slices import Piece
 from tfdist_ext.saving import changed_rows
 from tfdist_ext.saving import checkpoint_files
 from tfdist_ext.saving import checkpoint_index
@@ -52,7 +53,7 @@ def files_of(
     shards, others = _shards_and_others(saver, rank)
     if changed is not None and changed.since_full:
         return _changed_files(saver, shards, others, rank, changed, collectives)
-    files = list(_files(saver, shards, others, rank, options))
+    files = list(_files(saver, shards, others, rank, options, snapshot=True))
     if changed is not None:
         tables = _tables(shards)
         noted = {tensor.checkpoint_key for tensor in tables}
@@ -67,10 +68,11 @@ def _files(
     others: ByTask,
     rank: int,
     options: tf.train.CheckpointOptions,
+    snapshot: bool = False,
 ) -> Iterator[list[Entry]]:
-    """This rank's entries by file, which exchange rows as they are made."""
+    """This rank's entries by file; see `SavedShard.pieces_of_slice`."""
     callback = options.experimental_sharding_callback if rank == 0 else None
-    entries = _computed(saver, shards)
+    entries = _entries_of_shards(saver, shards, snapshot)
     if callback is None:
         rest = _others(saver, others, rank, None)
         yield from _grouped(itertools.chain(entries, _flat(rest)))
@@ -115,7 +117,7 @@ def _changed_files(
         ]
         for task, tensors in shards.items()
     }
-    written = _flat(_split(saver, whole, None))
+    written = list(_entries_of_shards(saver, whole, snapshot=True))
     written += [
         e for e in entries if changed_rows.object_of(e[0]) not in by_row
     ]
@@ -135,13 +137,22 @@ def _tables(shards: ByTask) -> list[SavedTensor]:
     return list(found.values())
 
 
-def _computed(
-    saver: internals.MultiDeviceSaver, by_task: ByTask
+def _entries_of_shards(
+    saver: internals.MultiDeviceSaver, by_task: ByTask, snapshot: bool
 ) -> Iterator[Entry]:
-    """The entries of tensors, each computed when it is asked for."""
+    """The entries of shards: their pieces, or values where there are none."""
+    pieces: dict[str, dict[str, Piece]] = {}
     for task, tensors in by_task.items():
         for tensor in tensors:
-            yield from _flat(_split(saver, {task: [tensor]}, None))
+            key = tensor.checkpoint_key
+            shard = changed_rows.saved_shard(changed_rows.trackable_of(tensor))
+            if shard is not None and key not in pieces:
+                pieces[key] = shard.pieces_of_slice(snapshot)
+            spec = tensor._tensor_save_spec.slice_spec.strip()
+            if pieces.get(key):
+                yield key, spec, pieces[key][spec]
+            else:
+                yield from _flat(_split(saver, {task: [tensor]}, None))
 
 
 def _grouped(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
@@ -253,10 +264,23 @@ class Parts:
         return f"{self.prefix}_ranks"
 
     def write(self) -> None:
-        """Writes this rank's files, without communication."""
-        with _Writer(self.folder, self.rank, self.options) as writer:
-            for entries in self.files:
-                writer.write(entries)
+        """Writes this rank's files, and empties their list.
+
+        The ranks exchange the rows of pieces. A rank that cannot write takes
+        part in all exchanges.
+        """
+        files = self.files
+        try:
+            gfile.makedirs(self.folder)
+            with _Writer(self.folder, self.rank, self.options) as writer:
+                while files:
+                    writer.write(_read_pieces(files.pop(0)))
+        except BaseException:
+            with contextlib.suppress(tf.errors.OpError):
+                while files:
+                    _read_pieces(files.pop(0))
+            files.clear()
+            raise
 
     def put_into_place(self) -> None:
         """Merges the files of all ranks into one checkpoint, on rank 0."""
@@ -347,7 +371,8 @@ def save(
         with _Writer(parts.folder, rank, options) as writer:
             files: list[list[Entry]] = []
             for file in _files(saver, shards, others, rank, options):
-                files.append(file)
+                # Read at once: ranks write different numbers of files below.
+                files.append(_read_pieces(file))
                 # The last two of rank 0 may become one or three.
                 if len(files) > (2 if rank == 0 else 0):
                     writer.write(files.pop(0))
@@ -404,8 +429,8 @@ def copied(parts: Parts) -> Parts:
     return dataclasses.replace(parts, files=files)
 
 
-def _copy(value: tf.Tensor) -> tf.Tensor:
-    if marks.assembly(value) is not None:
+def _copy(value: tf.Tensor | Piece) -> tf.Tensor | Piece:
+    if isinstance(value, Piece):
         return value
     with tf.device("CPU:0"):
         value = tf.identity(value)
@@ -471,13 +496,16 @@ def _write(
             prefix=path,
             tensor_names=list(names),
             shape_and_slices=list(slices),
-            tensors=list(map(_assembled, values)),
+            tensors=list(values),
         )
 
 
-def _assembled(value: tf.Tensor) -> tf.Tensor:
-    assemble = marks.assembly(value)
-    return value if assemble is None else assemble(value)
+def _read_pieces(entries: list[Entry]) -> list[Entry]:
+    """Entries whose pieces are read; other ranks take part in the exchanges."""
+    return [
+        (name, spec, value.read() if isinstance(value, Piece) else value)
+        for name, spec, value in entries
+    ]
 
 
 def _check_all_there(parts: Iterable[str], folder: str) -> None:

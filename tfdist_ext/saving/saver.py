@@ -352,9 +352,7 @@ class BackgroundWrite:
         self._thread.start()
 
     def _write(self) -> None:
-        tf.io.gfile.makedirs(self._parts.folder)
         self._parts.write()
-        self._parts.files.clear()  # frees the memory of the copies
         self.phase = Phase.WRITTEN
 
     def _place(self) -> None:
