@@ -171,8 +171,9 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
     `get_state` and `set_state`, continue at their position. Other data is read
     up to it.
 
-    Checkpoints have TensorFlow's format. Each rank writes its own part:
-    training waits only until the part is copied, and a thread writes the copy.
+    Checkpoints have TensorFlow's format. Each rank writes its own part, in a
+    thread, from a snapshot of its shards; training waits only until the
+    snapshot is taken and dense variables are copied.
     Every slice has a checksum. A damaged checkpoint is skipped, and the one
     before it is restored.
 
@@ -194,8 +195,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         signals: signals that announce a preemption.
 
     Attributes:
-        seconds: seconds that training waited in the last `fit`: for copies, and
-            at its end for unfinished writes.
+        seconds: seconds that training waited in the last `fit`: to start saves,
+            and at its end for unfinished writes.
 
     Raises:
         ValueError: `every` or `keep` is below 1, or `deltas` is below 0. In

@@ -190,7 +190,7 @@ class SavedRun:
             before.
         step: step at which that checkpoint was made, 0 before.
         failure: why the last write failed, "" if it succeeded.
-        seconds: seconds that training waited for copies.
+        seconds: seconds that training waited to start saves.
     """
 
     def __init__(
@@ -364,7 +364,7 @@ class SavedRun:
     def begin(
         self, position: Position, logs: Logs, whole: bool = False
     ) -> None:
-        """Copies the state, which a thread then writes; all ranks must call.
+        """Starts to save the state, which a thread writes; all ranks must call.
 
         Args:
             position: position in the data.

@@ -421,7 +421,10 @@ def gather(
 
 
 def copied(parts: Parts) -> Parts:
-    """A copy with values of its own, which training does not change."""
+    """The same with values that training does not change.
+
+    Pieces are snapshots already; other values are copied.
+    """
     files = [
         [(name, spec, _copy(value)) for name, spec, value in entries]
         for entries in parts.files

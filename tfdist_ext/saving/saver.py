@@ -46,14 +46,17 @@ from tfdist_ext.type_names import Trackable
 def copying(
     changed: ChangedRows | None = None,
 ) -> Iterator[list[checkpoint_writing.Parts]]:
-    """Makes savers used in the context copy to a list, instead of writing.
+    """Makes savers used in the context add to a list, instead of writing.
+
+    What they add keeps its values while training goes on: snapshots of shards,
+    and copies of everything else.
 
     Args:
-        changed: changes since a full checkpoint, to copy only those; None to
-            copy everything.
+        changed: changes since a full checkpoint, to save only those; None to
+            save everything.
 
     Yields:
-        The list of copies.
+        The list.
     """
     copies: list[checkpoint_writing.Parts] = []
     with thread_context.setting(copies=copies, changed=changed):
@@ -288,7 +291,7 @@ class BackgroundWrite:
     Attributes:
         path: path of the checkpoint.
         phase: phase of this rank.
-        seconds: seconds that the copy took, for which training waited.
+        seconds: seconds that the start took, for which training waited.
     """
 
     def __init__(
