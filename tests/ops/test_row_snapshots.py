@@ -98,8 +98,9 @@ def test_holds_the_rows_while_a_lookup_and_its_update_are_one_op():
 
 def test_our_updates_do_not_copy_the_buffer():
     variables = make_variables("adam")
-    at = {name: address(v) for name, v in variables.items()}
+    step("adam", variables, 1)  # copies values that the test still refers to
     snapshots = [RowSnapshot(v) for v in variables.values()]
+    at = {name: address(v) for name, v in variables.items()}
     for number in (2, 3):
         step("adam", variables, number)
     rows = tf.constant([7], tf.int64)

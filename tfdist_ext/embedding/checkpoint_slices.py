@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from collections.abc import Mapping
 from concurrent import futures
@@ -116,6 +117,34 @@ class Piece:
 _ReadRows = Callable[[np.ndarray], tf.Tensor]
 # `Collectives.all_to_all` without its label.
 _AllToAll = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
+
+
+def pieces_of_variable(variable: tf.Variable) -> dict[str, Piece]:
+    """The pieces of a large variable of one process, as it is now.
+
+    Args:
+        variable: a `tf.Variable` of TensorFlow.
+
+    Returns:
+        The pieces by slice, in TensorFlow's notation; they are read in another
+        thread. Empty for a variable that fits into a piece, or is on a GPU.
+    """
+    shape, dtype = variable.shape, variable.dtype
+    count = -(-shape.num_elements() * dtype.size // PIECE)
+    if count < 2 or dtype == tf.string or "GPU" in variable.device:
+        return {}
+    count = min(count, shape[0], _MOST_PIECES)
+    bounds = np.arange(count + 1) * shape[0] // count
+    take, pieces = RowSnapshot(variable).take, {}
+    for first, end in itertools.pairwise(map(int, bounds)):
+        sizes = " ".join(map(str, shape))
+        rest = ":-" * (shape.rank - 1)
+        pieces[f"{sizes} {first},{end - first}{rest}"] = Piece(
+            tf.TensorShape([end - first, *shape[1:]]),
+            dtype,
+            functools.partial(take, np.arange(first, end)),
+        )
+    return pieces
 
 
 class SavedShard:

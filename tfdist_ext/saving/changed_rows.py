@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.embedding import checkpoint_slices
 from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.embedding.checkpoint_slices import Piece
 from tfdist_ext.embedding.checkpoint_slices import SavedShard
@@ -78,6 +79,8 @@ def name_of_rank(name: str, rank: int) -> str:
     return f"{name}/rank_{rank}" if rank else name
 
 
+# How keys of variables end.
+_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _IDS = re.compile(r"(.*)/rows_of_(\d+)/ids")
 
 
@@ -331,6 +334,20 @@ class ChangedRows:
 def trackable_of(tensor: SavedTensor) -> Trackable:
     """The object that a saver's tensor belongs to."""
     return getattr(tensor.trackable, "obj", tensor.trackable)
+
+
+def pieces_of(tensor: SavedTensor) -> dict[str, Piece]:
+    """The pieces of a variable of one process; empty if it is not in pieces."""
+    found = trackable_of(tensor)
+    if not tensor.checkpoint_key.endswith(_VALUE) or is_sum(found):
+        return {}
+    variable = variable_of(found)
+    if isinstance(variable, tf.distribute.DistributedValues):
+        local = variable.distribute_strategy.experimental_local_results
+        (variable,) = local(variable)
+    if not isinstance(variable, tf.Variable):
+        return {}
+    return checkpoint_slices.pieces_of_variable(variable)
 
 
 def saved_shard(trackable: Trackable) -> SavedShard | None:

@@ -53,7 +53,11 @@ def files_of(
     shards, others = _shards_and_others(saver, rank)
     if changed is not None and changed.since_full:
         return _changed_files(saver, shards, others, rank, changed, collectives)
+    large: list[Entry] = []
+    if changed is None and collectives is None:
+        large = _take_large(others)
     files = list(_files(saver, shards, others, rank, options, snapshot=True))
+    files += _grouped(large)
     if changed is not None:
         tables = _tables(shards)
         noted = {tensor.checkpoint_key for tensor in tables}
@@ -135,6 +139,21 @@ def _tables(shards: ByTask) -> list[SavedTensor]:
         if changed_rows.is_table(each)
     }
     return list(found.values())
+
+
+def _take_large(others: ByTask) -> list[Entry]:
+    """Entries of large variables, which are removed from the tensors."""
+    found: list[Entry] = []
+    for task, tensors in others.items():
+        rest = []
+        for tensor in tensors:
+            pieces = changed_rows.pieces_of(tensor)
+            key = tensor.checkpoint_key
+            found += [(key, spec, piece) for spec, piece in pieces.items()]
+            if not pieces:
+                rest.append(tensor)
+        others[task] = rest
+    return found
 
 
 def _entries_of_shards(
