@@ -22,22 +22,24 @@ RowSnapshot::RowSnapshot(tf::core::RefCountPtr<tf::Var> variable)
       dtype_(buffer_.dtype()),
       row_bytes_(buffer_.TotalBytes() /
                  std::max<int64_t>(1, shape_.dim_size(0))),
-      places_(shape_.dim_size(0), kUnchanged) {}
+      numbers_(static_cast<int32_t*>(
+          std::calloc(shape_.dim_size(0) + 1, sizeof(int32_t)))) {}
 
-char* RowSnapshot::Kept(int64_t place) const {
+char* RowSnapshot::Kept(int32_t number) const {
+  const int64_t place = number - 1;
   return blocks_[place / kBlockRows].get() + place % kBlockRows * row_bytes_;
 }
 
 void RowSnapshot::Keep(const int64_t* rows, int64_t size) {
   const char* from = static_cast<const char*>(buffer_.data());
   for (int64_t i = 0; i < size; ++i) {
-    int32_t& place = places_[rows[i]];
-    if (place != kUnchanged) continue;
-    place = num_kept_++;
-    if (place / kBlockRows == static_cast<int64_t>(blocks_.size())) {
+    int32_t& number = numbers_[rows[i]];
+    if (number != kUnchanged) continue;
+    if (num_kept_ % kBlockRows == 0) {
       blocks_.emplace_back(new char[kBlockRows * row_bytes_]);
     }
-    std::memcpy(Kept(place), from + rows[i] * row_bytes_, row_bytes_);
+    number = ++num_kept_;
+    std::memcpy(Kept(number), from + rows[i] * row_bytes_, row_bytes_);
   }
 }
 
@@ -50,14 +52,14 @@ absl::Status RowSnapshot::Take(const int64_t* rows, int64_t size, char* to) {
           absl::StrCat("row ", row, " is outside of a snapshot of shape ",
                        shape_.DebugString()));
     }
-    if (places_[row] == kTaken) {
+    if (numbers_[row] == kTaken) {
       return absl::FailedPreconditionError(absl::StrCat(
           "row ", row, " has already been taken from the snapshot"));
     }
-    const char* values = places_[row] == kUnchanged ? from + row * row_bytes_
-                                                    : Kept(places_[row]);
+    const char* values = numbers_[row] == kUnchanged ? from + row * row_bytes_
+                                                     : Kept(numbers_[row]);
     std::memcpy(to, values, row_bytes_);
-    places_[row] = kTaken;
+    numbers_[row] = kTaken;
   }
   return absl::OkStatus();
 }

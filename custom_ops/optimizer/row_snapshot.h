@@ -3,6 +3,7 @@
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_SNAPSHOT_H_
 
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -45,20 +46,24 @@ class RowSnapshot {
   tensorflow::DataType dtype() const { return dtype_; }
 
  private:
-  char* Kept(int64_t place) const;
+  char* Kept(int32_t number) const;
 
   const tensorflow::core::RefCountPtr<tensorflow::Var> variable_;
   tensorflow::Tensor buffer_;
   const tensorflow::TensorShape shape_;
   const tensorflow::DataType dtype_;
   const int64_t row_bytes_;
-  // Of each row: its place among the copies, or one of the values below.
-  std::vector<int32_t> places_;
+  // Of each row: its number among the copies, from 1, or a value below. Zeros
+  // from calloc take no time, and no memory until they are written.
+  struct Free {
+    void operator()(int32_t* numbers) const { std::free(numbers); }
+  };
+  std::unique_ptr<int32_t[], Free> numbers_;
   std::vector<std::unique_ptr<char[]>> blocks_;  // of kBlockRows copies each
   int32_t num_kept_ = 0;
 
-  static constexpr int32_t kUnchanged = -1;
-  static constexpr int32_t kTaken = -2;
+  static constexpr int32_t kUnchanged = 0;
+  static constexpr int32_t kTaken = -1;
   static constexpr int64_t kBlockRows = 1024;
 };
 

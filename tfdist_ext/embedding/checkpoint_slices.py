@@ -135,14 +135,18 @@ def pieces_of_variable(variable: tf.Variable) -> dict[str, Piece]:
         return {}
     count = min(count, shape[0], _MOST_PIECES)
     bounds = np.arange(count + 1) * shape[0] // count
-    take, pieces = RowSnapshot(variable).take, {}
+    snapshot, pieces = RowSnapshot(variable), {}
+
+    def read(first: int, end: int) -> tf.Tensor:
+        return snapshot.take(np.arange(first, end))
+
     for first, end in itertools.pairwise(map(int, bounds)):
         sizes = " ".join(map(str, shape))
         rest = ":-" * (shape.rank - 1)
         pieces[f"{sizes} {first},{end - first}{rest}"] = Piece(
             tf.TensorShape([end - first, *shape[1:]]),
             dtype,
-            functools.partial(take, np.arange(first, end)),
+            functools.partial(read, first, end),
         )
     return pieces
 
