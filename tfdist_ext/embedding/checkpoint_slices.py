@@ -245,21 +245,18 @@ class SavedShard:
                 they have the rows of the time when they are read.
 
         Returns:
-            The pieces by slice, in TensorFlow's notation. None if rank 0 writes
-            the whole table, because it has too few rows, and for a snapshot of
-            a shard on a GPU.
+            The pieces by slice, in TensorFlow's notation. Empty if rank 0
+            writes the whole table, because it has too few rows, and for a
+            snapshot of a shard on a GPU.
         """
         on_host = "GPU" not in self._variable.device
         if self._whole or (snapshot and not on_host):
             return {}
-        spec, collectives = self._spec, self._collectives
         read: _ReadRows = self._read
-        exchange: _AllToAll = functools.partial(
-            collectives.all_to_all, label=f"{spec.table}/save"
-        )
+        exchange: _AllToAll = self._all_to_all
         if snapshot:
-            exchange = collectives.all_to_all_beside_steps(
-                f"{spec.table}/snapshot", self.dtype
+            exchange = self._collectives.all_to_all_beside_steps(
+                f"{self.table}/snapshot", self.dtype
             )
             read = RowSnapshot(self._variable).take
         pieces = self.pieces
@@ -490,6 +487,11 @@ class SavedShard:
                 indices=tf.constant(local, tf.int64),
                 dtype=self._variable.dtype,
             )
+
+    def _all_to_all(
+        self, flat: tf.Tensor, splits: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        return self._collectives.all_to_all(flat, splits, f"{self.table}/save")
 
     def _local_rows_of_all(self, piece: int, pieces: int) -> list[np.ndarray]:
         """The local rows in a piece of each rank."""
