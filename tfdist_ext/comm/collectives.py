@@ -479,6 +479,8 @@ class Collectives:
     ) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
         """An all-to-all for a thread that runs beside steps.
 
+        It uses the process group with engine="horovod" too.
+
         Args:
             label: names the exchange in errors.
             dtype: dtype of the values.
@@ -488,7 +490,7 @@ class Collectives:
             the label. One thread of each rank may call it, any number of times.
         """
         return functools.partial(
-            self.ops.all_to_all,
+            collective_ops.all_to_all,
             self.group,
             tag=self.tag(label, "all_to_all", dtype),
             label=label,

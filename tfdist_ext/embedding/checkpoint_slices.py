@@ -127,11 +127,14 @@ def pieces_of_variable(variable: tf.Variable) -> dict[str, Piece]:
 
     Returns:
         The pieces by slice, in TensorFlow's notation; they are read in another
-        thread. Empty for a variable that fits into a piece, or is on a GPU.
+        thread. Empty for a variable that fits into a piece, is on a GPU, or has
+        strings or a shape that may change.
     """
     shape, dtype = variable.shape, variable.dtype
+    if not shape.is_fully_defined() or dtype == tf.string:
+        return {}
     count = -(-shape.num_elements() * dtype.size // PIECE)
-    if count < 2 or dtype == tf.string or "GPU" in variable.device:
+    if count < 2 or "GPU" in variable.device:
         return {}
     count = min(count, shape[0], _MOST_PIECES)
     bounds = np.arange(count + 1) * shape[0] // count
