@@ -12,6 +12,7 @@ last line is a write that all ranks wait for.
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import statistics
 import sys
@@ -23,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist_ext
+from benchmarks.loops import StepTimer
 from tfdist_ext.callbacks import Resume
 from tfdist_ext.comm.exchanges import text_of_first_rank
 
@@ -30,32 +32,33 @@ keras = tf.keras
 DIM, BATCH, HOTNESS, STEPS, TURNS = 32, 4096, 16, 150, 3
 
 
-class StepTimes(keras.callbacks.Callback):  # type: ignore[name-defined]
-    """Milliseconds of steps, from the end of one to the end of the next.
+class StepTimes(StepTimer):
+    """Seconds of steps, and whether each has started a save.
 
     Args:
         saved: the callback that saves; None for none.
-
-    Attributes:
-        starts: of steps that start a save.
-        others: of all other steps but the first.
     """
 
     def __init__(self, saved: Resume | None) -> None:
         super().__init__()
-        self.starts: list[float] = []
-        self.others: list[float] = []
         self._saved = saved
-        self._waited = self._last = 0.0
+        self._waited = [0.0]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        waited = self._saved.seconds if self._saved is not None else 0.0
-        now = time.monotonic()
-        if self._last:
-            started = waited > self._waited
-            of_kind = self.starts if started else self.others
-            of_kind.append(1e3 * (now - self._last))
-        self._last, self._waited = now, waited
+        super().on_train_batch_end(batch, logs)
+        self._waited.append(self._saved.seconds if self._saved else 0.0)
+
+    def median(self, started: bool) -> str:
+        """Median milliseconds of steps that have, or have not; "" for none."""
+        waits = itertools.pairwise(self._waited)
+        found = [
+            1e3 * seconds
+            for seconds, (before, after) in zip(
+                self.seconds, waits, strict=True
+            )
+            if (after > before) == started
+        ]
+        return f"{statistics.median(found):.1f}" if found else ""
 
 
 def make_model(strategy: Any, rows: int) -> Any:
@@ -95,9 +98,7 @@ def main() -> None:
         start = time.monotonic()
         model.fit(data, steps_per_epoch=STEPS, verbose=0, callbacks=callbacks)
         seconds = time.monotonic() - start
-        starts = statistics.median(times.starts) if times.starts else 0.0
-        others = statistics.median(times.others)
-        return f"{seconds:.2f}", f"{starts:.1f}", f"{others:.1f}"
+        return f"{seconds:.2f}", times.median(True), times.median(False)
 
     def show(*cells: Any) -> None:
         if strategy.rank == 0:

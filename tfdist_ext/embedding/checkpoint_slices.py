@@ -314,36 +314,31 @@ class SavedShard:
         """
         pieces = self.pieces
         slices = [self._slice(piece, pieces) for piece in range(pieces)]
-        failure: BaseException | None = None
-        with (
-            futures.ThreadPoolExecutor(_READ_AHEAD) as readers,
-            futures.ThreadPoolExecutor(1) as writer,
-        ):
-            ahead = [readers.submit(read, s) for s in slices[:_READ_AHEAD]]
-            written: futures.Future[None] | None = None
+        with futures.ThreadPoolExecutor(_READ_AHEAD) as threads:
+            ahead = [threads.submit(read, s) for s in slices[:_READ_AHEAD]]
             for piece in range(pieces):
                 reading = ahead.pop(0)
-                failure = failure or reading.exception()
-                # A rank that cannot read takes part in the exchanges of all
-                # pieces, so that no other rank waits for it.
-                rows = (
-                    tf.zeros(self._piece_shape(piece), self.dtype)
-                    if failure
-                    else reading.result()
-                )
+                agree(reading.exception())
+                rows = reading.result()
                 del reading
                 if piece + _READ_AHEAD < pieces:
                     following = slices[piece + _READ_AHEAD]
-                    ahead.append(readers.submit(read, following))
-                if not self._by_column:
-                    rows = self._spread(rows, piece, pieces)
-                if written is not None:
-                    written.result()
-                written = writer.submit(self._assign, rows, piece, pieces)
-                del rows
-            if written is not None:
-                written.result()
-        agree(failure)
+                    ahead.append(threads.submit(read, following))
+                self._assign(rows, piece, pieces)
+
+    def _assign(self, rows: tf.Tensor, piece: int, pieces: int) -> None:
+        """Assigns what the ranks have read of their pieces."""
+        if self._by_column:
+            bounds = self._bounds(self._spec.rank, pieces)
+            local = np.arange(*bounds[piece : piece + 2])
+        else:
+            rows = self._spread(rows, piece, pieces)
+            local = np.concatenate(self._local_rows_of_all(piece, pieces))
+        with tf.device(self._variable.device):
+            self._variable.scatter_update(
+                # The last part of a table may lack the last row.
+                tf.IndexedSlices(rows, local[: rows.shape[0]])
+            )
 
     def _piece_shape(self, piece: int) -> tf.TensorShape:
         """The shape of a piece of this rank's slice."""
@@ -354,19 +349,6 @@ class SavedShard:
             return tf.TensorShape([end - first, spec.local_dim])
         rows = min(end * spec.row_parts, spec.rows) - first * spec.row_parts
         return tf.TensorShape([rows, *self.shape[1:]])
-
-    def _assign(self, rows: tf.Tensor, piece: int, pieces: int) -> None:
-        """Assigns this rank's rows of a piece."""
-        if self._by_column:
-            bounds = self._bounds(self._spec.rank, pieces)
-            local = np.arange(*bounds[piece : piece + 2])
-        else:
-            local = np.concatenate(self._local_rows_of_all(piece, pieces))
-        with tf.device(self._variable.device):
-            self._variable.scatter_update(
-                # The last part of a table may lack the last row.
-                tf.IndexedSlices(rows, local[: rows.shape[0]])
-            )
 
     def slice_in(self, shape: tuple[int, ...]) -> str:
         """Returns the slice to read from a table with fewer rows.

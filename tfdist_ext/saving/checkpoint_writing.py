@@ -53,9 +53,8 @@ def files_of(
     shards, others = _shards_and_others(saver, rank)
     if changed is not None and changed.since_full:
         return _changed_files(saver, shards, others, rank, changed, collectives)
-    large: list[Entry] = []
-    if changed is None and collectives is None:
-        large = _take_large(others)
+    in_pieces = changed is None and collectives is None
+    large = _take_large(others) if in_pieces else []
     files = list(_files(saver, shards, others, rank, options, snapshot=True))
     files += _grouped(large)
     if changed is not None:
