@@ -22,7 +22,7 @@ REGISTER_OP("Tfdist>AllToAll")
     .Input("send_splits: int64")
     .Output("output: T")
     .Output("recv_splits: int64")
-    .TFDIST_COLLECTIVE_ATTRS
+    .TFDIST_COLLECTIVE_ATTRS.Attr("generation: int = -1")
     .Attr("T: {uint8, int32, int64, float, double, bfloat16, half}")
     .SetIsStateful()
     .SetIsDistributedCommunication()
@@ -42,6 +42,8 @@ input: [n, ...], rows to send, ordered by receiver.
 send_splits: [ranks], number of rows for each rank. Their sum must be n.
 output: received rows, ordered by sender.
 recv_splits: [ranks], number of rows received from each rank.
+generation: the generation of the group to which the op belongs; in a later one
+  it fails with ABORTED. -1 stands for the current one.
 )doc");
 
 namespace {
@@ -106,13 +108,17 @@ struct AllToAllCall {
 
 class AllToAllOp : public CollectiveOp {
  public:
-  using CollectiveOp::CollectiveOp;
+  explicit AllToAllOp(tensorflow::OpKernelConstruction* ctx)
+      : CollectiveOp(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("generation", &generation_));
+  }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     auto call = std::make_shared<AllToAllCall>();
     call->ctx = ctx;
     call->operation = NewOperation(ctx, Kind::kAllToAll);
     if (call->operation == nullptr) return done();
+    call->operation->only_generation = generation_;
     const Tensor& input = ctx->input(0);
     const std::string error =
         CheckSplits(input, ctx->input(1), call->operation->group->world_size());
@@ -132,6 +138,9 @@ class AllToAllOp : public CollectiveOp {
     const bool small = input.TotalBytes() <= kPostInline;
     Start(ctx, std::move(call), small, std::move(done));
   }
+
+ private:
+  int64_t generation_ = -1;
 };
 
 REGISTER_KERNEL_BUILDER(Name("Tfdist>AllToAll").Device(tensorflow::DEVICE_CPU),

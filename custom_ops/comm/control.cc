@@ -235,7 +235,9 @@ absl::Status ProcessGroup::FailureOf(const Operation& operation) {
   if (cause == causes_.end()) {
     return absl::UnavailableError(what + "its connection broke");
   }
-  cause_reported_ = cause_reported_ || operation.generation == generation_;
+  if (operation.only_generation < 0 && operation.generation == generation_) {
+    cause_reported_ = true;
+  }
   return absl::AbortedError(what + cause->second);
 }
 

@@ -56,6 +56,11 @@ std::pair<std::string, bool> ProcessGroup::LeaveReason() const {
   return {cause->second, cause_reported_};
 }
 
+uint32_t ProcessGroup::generation() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return generation_;
+}
+
 bool ProcessGroup::Stale(const Operation& operation) const {
   std::lock_guard<std::mutex> lock(mutex_);
   return operation.generation != generation_;

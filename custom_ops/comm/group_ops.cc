@@ -102,10 +102,10 @@ REGISTER_OP("Tfdist>GroupLeft")
     .Input("group: int64")
     .Output("reason: string")
     .Output("told: bool")
+    .Output("generation: int64")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      c->set_output(0, c->Scalar());
-      c->set_output(1, c->Scalar());
+      for (int i = 0; i < 3; ++i) c->set_output(i, c->Scalar());
       return absl::OkStatus();
     })
     .Doc(R"doc(
@@ -114,6 +114,7 @@ Returns why a peer has left the current generation of this rank.
 group: handle of the group.
 reason: scalar, the error of the peer; empty if no peer has left.
 told: scalar, whether an operation of this rank has failed with that error.
+generation: scalar, number of the current generation.
 )doc");
 
 REGISTER_OP("Tfdist>GroupStats")
@@ -307,11 +308,14 @@ class GroupLeftOp : public OpKernel {
     if (group == nullptr) return;
     Tensor* reason = nullptr;
     Tensor* told = nullptr;
+    Tensor* generation = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &reason));
     OP_REQUIRES_OK(ctx, ctx->allocate_output(1, TensorShape({}), &told));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(2, TensorShape({}), &generation));
     const auto [because, known] = group->LeaveReason();
     reason->scalar<tstring>()() = because;
     told->scalar<bool>()() = known;
+    generation->scalar<int64_t>()() = group->generation();
   }
 };
 

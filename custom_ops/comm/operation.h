@@ -127,6 +127,10 @@ class Operation : public Progress,
   // The operation waits for requests, which may never come: it has no deadline,
   // and peers are not told that this rank runs it. To be set before it starts.
   bool background = false;
+  // The only generation in which the operation may start, or -1. Such an
+  // operation belongs to a thread of its own: its failure is not reported as
+  // that of the rank's program. To be set before it starts.
+  int64_t only_generation = -1;
   std::shared_ptr<Channel> channel;
   // Times that count only while this process runs, guarded by the group's
   // mutex: since the awaited rank moved bytes, since the operation began, and

@@ -87,6 +87,11 @@ void ProcessGroup::Run(std::shared_ptr<Operation> operation, bool post_inline,
           Message("rank ", rank(), ": ", operation->Name(),
                   " needs an open process group; this one is ",
                   closing_ ? "closed" : "not started"));
+    } else if (operation->only_generation >= 0 &&
+               operation->only_generation != generation_) {
+      refused =
+          absl::AbortedError(Message("rank ", rank(), ": ", operation->Name(),
+                                     " belongs to a call that has failed"));
     } else {
       operation->generation = generation_;
       operation->channel = Acquire(*operation);

@@ -156,6 +156,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   // Returns the reason why a peer has left this generation, or "", and whether
   // an operation of this rank has ended with this reason.
   std::pair<std::string, bool> LeaveReason() const;
+  uint32_t generation() const;
 
   // Inserts a value into the key-value store on rank 0. The first value of a
   // key is final and is sent to all ranks. Returns AlreadyExists if the key has

@@ -69,6 +69,43 @@ def test_ranks_that_leave_again_and_again_stay_in_step():
         assert done == [3.0] * int(calls.sum())
 
 
+def test_what_runs_beside_a_call_ends_with_it():
+    """A thread that is late must not take part in the next generation."""
+
+    def program(group):
+        first = group.generation
+
+        def exchange(generation=first):
+            return collective_ops.all_to_all(
+                group,
+                tf.fill([4], group.rank),
+                tf.constant([2, 2]),
+                tag=4,
+                label="beside",
+                generation=generation,
+            )[0]
+
+        np.testing.assert_array_equal(exchange(), [0, 0, 1, 1])
+        if group.rank == 1:
+            group.leave("the disk is full")
+        else:
+            with pytest.raises(tf.errors.AbortedError, match="the disk is"):
+                exchange()
+            # The program itself has not failed yet.
+            reason, reported = group.left()
+            assert "the disk is full" in reason
+            assert not reported
+            group.leave("done")
+        assert group.generation == first + 1
+        # Only one rank makes this exchange, which must not wait for the other.
+        if group.rank == 0:
+            with pytest.raises(tf.errors.AbortedError, match="has failed"):
+                exchange()
+        return exchange(group.generation).numpy().tolist()
+
+    assert run_on_ranks(2, program, timeout=30) == [[0, 0, 1, 1]] * 2
+
+
 def test_the_first_cause_is_told_by_all():
     """Rank 2 waits for rank 1, which has left because of rank 0."""
 

@@ -6,6 +6,7 @@ import time
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from checkpoint_scenarios import pieces
 
@@ -62,12 +63,24 @@ class Notes(keras.callbacks.Callback):
         self.during += batch >= SAVED and not written
 
 
+class Fail(keras.callbacks.Callback):
+    """Fails on one rank in the step that follows the start of a save."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self.strategy = strategy
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == SAVED and self.strategy.rank == 1:
+            raise RuntimeError("stop here")
+
+
 @contextlib.contextmanager
-def slow_disk():
+def slow_disk(seconds=0.03):
     write = tf.raw_ops.SaveV2
 
     def slow(**kwargs):
-        time.sleep(0.03)
+        time.sleep(seconds)
         return write(**kwargs)
 
     with mock.patch.object(tf.raw_ops, "SaveV2", slow):
@@ -80,6 +93,24 @@ def with_adam(strategy, folder):
 
 def with_each_optimizer(strategy, folder):
     check_saved_step(strategy, folder, OPTIMIZERS)
+
+
+def after_a_failure(strategy, folder):
+    """A thread that writes when `fit` fails takes no part in the next one."""
+    ids = np.random.default_rng(0).integers(0, ROWS, [16 * STEPS, 4])
+    data = tf.data.Dataset.from_tensor_slices((ids, ids[:, :1] / ROWS))
+    model = make_model(strategy, OPTIMIZERS["adam"])
+    resume = Resume(str(folder), every=SAVED)
+    callbacks = [resume, Fail(strategy)]
+    failures = (RuntimeError, tf.errors.AbortedError)
+    with pieces(512), slow_disk(0.3):
+        with pytest.raises(failures, match="stop here"):
+            model.fit(data.batch(16), verbose=0, callbacks=callbacks)
+        assert not checkpoint_files.found_in(str(folder))
+    with pieces(512):
+        model.fit(data.batch(16), verbose=0, callbacks=[resume])
+    (last, *_) = checkpoint_files.found_in(str(folder))
+    assert last.step == STEPS
 
 
 def check_saved_step(strategy, folder, optimizers):

@@ -25,6 +25,12 @@ def test_saves_the_state_of_a_step_while_training_goes_on(
     run_scenario(f"snapshot_scenarios.{scenario}", ranks=ranks, keras=keras)
 
 
+@pytest.mark.parametrize(("ranks", "keras"), [(2, 3), (3, 2)])
+def test_a_failure_ends_the_save_beside_training(run_scenario, ranks, keras):
+    name = "snapshot_scenarios.after_a_failure"
+    run_scenario(name, ranks=ranks, keras=keras)
+
+
 @pytest.mark.parametrize(("begun", "ended"), [(1, 2)])
 def test_goes_on_at_another_number_of_ranks(run_scenario, begun, ended):
     begin, end = "resume_scenarios.begin", "resume_scenarios.end"

@@ -488,12 +488,15 @@ class Collectives:
         Returns:
             A function with the arguments and results of `all_to_all`, without
             the label. One thread of each rank may call it, any number of times.
+            It raises `tf.errors.AbortedError` once the current joint call has
+            failed.
         """
         return functools.partial(
             collective_ops.all_to_all,
             self.group,
             tag=self.tag(label, "all_to_all", dtype),
             label=label,
+            generation=self.group.generation,
         )
 
     def sum_over_peers(

@@ -164,7 +164,7 @@ class ProcessGroup:
         Operations that need this rank end at once on all ranks, with
         `tf.errors.AbortedError` and the reason. The group remains usable for
         operations after each rank has left. No operation of this rank may be
-        running.
+        running, except those of one generation, which end.
 
         Args:
             reason: what failed on this rank; if another rank has left already,
@@ -191,11 +191,17 @@ class ProcessGroup:
             The reason, empty if no rank has left; and whether an operation of
             this rank has failed with it.
         """
-        return (
-            group_ops.group_left(self.handle)
-            if self.handle >= 0
-            else ("", False)
-        )
+        if self.handle < 0:
+            return "", False
+        reason, reported, _ = group_ops.group_left(self.handle)
+        return reason, reported
+
+    @property
+    def generation(self) -> int:
+        """How often this rank has left a joint call, see `leave`."""
+        if self.handle < 0:
+            return 0
+        return group_ops.group_left(self.handle)[2]
 
     def insert_key(self, key: str, value: str) -> None:
         """Sets the value of a key in the key-value store of all ranks.

@@ -69,6 +69,7 @@ def all_to_all(
     *,
     tag: int,
     label: str = "",
+    generation: int = -1,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Sends rows to each rank and receives rows from each rank.
 
@@ -85,6 +86,8 @@ def all_to_all(
         send_splits: int64 `[world_size]`, the number of rows for each rank.
         tag: an even number that identifies this op.
         label: the label for errors and statistics.
+        generation: the only generation of the group in which the op may run,
+            for threads beside the program; -1 for any.
 
     Returns:
         The rows from rank 0, then the rows from rank 1, and so on, `[m, ...]`,
@@ -96,7 +99,10 @@ def all_to_all(
     if group.world_size == 1:
         return x, send_splits
     result = library().tfdist_all_to_all(
-        input=x, send_splits=send_splits, **_attributes(group, tag, label)
+        input=x,
+        send_splits=send_splits,
+        generation=generation,
+        **_attributes(group, tag, label),
     )
     _run_independently(result.output)
     return result.output, result.recv_splits

@@ -96,13 +96,17 @@ def group_leaves(handle: int, leaves: bool) -> None:
         )
 
 
-def group_left(handle: int) -> tuple[str, bool]:
-    """Returns why another rank left, and whether an operation reported it."""
+def group_left(handle: int) -> tuple[str, bool, int]:
+    """Returns why another rank left the current generation.
+
+    Also returns whether an operation reported it, and the generation's number.
+    """
     with tf.init_scope(), tf.device("CPU:0"):
-        reason, reported = library().tfdist_group_left(
+        reason, reported, generation = library().tfdist_group_left(
             group=tf.constant(handle, tf.int64)
         )
-    return reason.numpy().decode(errors="replace"), bool(reported)
+    text = reason.numpy().decode(errors="replace")
+    return text, bool(reported), int(generation)
 
 
 def group_insert_key(handle: int, key: str, value: str) -> None:
