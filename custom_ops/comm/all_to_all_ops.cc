@@ -42,8 +42,9 @@ input: [n, ...], rows to send, ordered by receiver.
 send_splits: [ranks], number of rows for each rank. Their sum must be n.
 output: received rows, ordered by sender.
 recv_splits: [ranks], number of rows received from each rank.
-generation: the generation of the group to which the op belongs; in a later one
-  it fails with ABORTED. -1 stands for the current one.
+generation: -1, or, for an op of a thread that runs beside the program, the
+  generation of the group to which it belongs. In a later one it fails with
+  ABORTED. Such an op has no deadline.
 )doc");
 
 namespace {
@@ -119,6 +120,7 @@ class AllToAllOp : public CollectiveOp {
     call->operation = NewOperation(ctx, Kind::kAllToAll);
     if (call->operation == nullptr) return done();
     call->operation->only_generation = generation_;
+    call->operation->background = generation_ >= 0;
     const Tensor& input = ctx->input(0);
     const std::string error =
         CheckSplits(input, ctx->input(1), call->operation->group->world_size());

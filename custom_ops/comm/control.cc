@@ -235,7 +235,7 @@ absl::Status ProcessGroup::FailureOf(const Operation& operation) {
   if (cause == causes_.end()) {
     return absl::UnavailableError(what + "its connection broke");
   }
-  if (operation.only_generation < 0 && operation.generation == generation_) {
+  if (!operation.background && operation.generation == generation_) {
     cause_reported_ = true;
   }
   return absl::AbortedError(what + cause->second);

@@ -143,7 +143,8 @@ void Operation::AwaitLocal(const std::function<bool()>& over,
 // whose header arrived last.
 void Operation::WaitForRanks(const char* stage,
                              const std::function<int()>& missing) {
-  // A server that has nothing to do does not wait for a rank.
+  // A server that has nothing to do does not wait for a rank, nor does the
+  // program wait for what a thread saves.
   if (background) return Wait(stage, missing);
   const int first = missing();
   if (first < 0) return;

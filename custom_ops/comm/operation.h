@@ -124,12 +124,13 @@ class Operation : public Progress,
   const std::string label;
   const int64_t start;      // nanoseconds; see Now()
   uint32_t generation = 0;  // of the group when the operation was started
-  // The operation waits for requests, which may never come: it has no deadline,
-  // and peers are not told that this rank runs it. To be set before it starts.
+  // The operation runs beside the program: it waits for requests, which may
+  // never come, or belongs to a thread that saves. It has no deadline, peers
+  // are not told that this rank runs it, and its waits and its failure do not
+  // count as those of the program. To be set before it starts.
   bool background = false;
-  // The only generation in which the operation may start, or -1. Such an
-  // operation belongs to a thread of its own: its failure is not reported as
-  // that of the rank's program. To be set before it starts.
+  // The only generation in which the operation may start, or -1. To be set
+  // before it starts.
   int64_t only_generation = -1;
   std::shared_ptr<Channel> channel;
   // Times that count only while this process runs, guarded by the group's

@@ -69,6 +69,18 @@ def test_ranks_that_leave_again_and_again_stay_in_step():
         assert done == [3.0] * int(calls.sum())
 
 
+def exchange_beside(group, generation):
+    """What a thread of one generation exchanges: two numbers of each rank."""
+    return collective_ops.all_to_all(
+        group,
+        tf.fill([4], group.rank),
+        tf.constant([2, 2]),
+        tag=4,
+        label="beside",
+        generation=generation,
+    )[0]
+
+
 def test_what_runs_beside_a_call_ends_with_it():
     """A thread that is late must not take part in the next generation."""
 
@@ -76,14 +88,7 @@ def test_what_runs_beside_a_call_ends_with_it():
         first = group.generation
 
         def exchange(generation=first):
-            return collective_ops.all_to_all(
-                group,
-                tf.fill([4], group.rank),
-                tf.constant([2, 2]),
-                tag=4,
-                label="beside",
-                generation=generation,
-            )[0]
+            return exchange_beside(group, generation)
 
         np.testing.assert_array_equal(exchange(), [0, 0, 1, 1])
         if group.rank == 1:
@@ -104,6 +109,18 @@ def test_what_runs_beside_a_call_ends_with_it():
         return exchange(group.generation).numpy().tolist()
 
     assert run_on_ranks(2, program, timeout=30) == [[0, 0, 1, 1]] * 2
+
+
+def test_what_runs_beside_a_call_has_no_deadline():
+    """Nor does the call wait for it, as seen in the statistics."""
+
+    def program(group):
+        if group.rank == 1:
+            time.sleep(4)
+        return exchange_beside(group, 0).numpy().tolist(), group.stats().waited
+
+    ended = run_on_ranks(2, program, timeout=0.5)  # five times that is less
+    assert ended == [([0, 0, 1, 1], (0.0, 0.0))] * 2
 
 
 def test_the_first_cause_is_told_by_all():

@@ -489,7 +489,8 @@ class Collectives:
             A function with the arguments and results of `all_to_all`, without
             the label. One thread of each rank may call it, any number of times.
             It raises `tf.errors.AbortedError` once the current joint call has
-            failed.
+            failed. It has no timeout, as a rank may be slow to write; it ends
+            if a rank is lost.
         """
         return functools.partial(
             collective_ops.all_to_all,
