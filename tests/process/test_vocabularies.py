@@ -26,9 +26,12 @@ def saved(pools, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(4, 0), (1, 0), (2, 35)])
-def test_keys_rows_and_slots_are_restored(pools, saved, ranks, more):
-    pools.run(f"{MODULE}.restore", saved, "adam", more, ranks=ranks)
+@pytest.mark.parametrize(
+    ("ranks", "more", "size"),
+    [(4, 0, 512), (1, 0, 512), (2, 0, 512), (2, 35, 512), (2, 35, 2**24)],
+)
+def test_keys_rows_and_slots_are_restored(pools, saved, ranks, more, size):
+    pools.run(f"{MODULE}.restore", saved, "adam", more, size, ranks=ranks)
 
 
 def test_a_rank_that_dies_in_a_step_takes_nothing_that_was_saved(

@@ -8,6 +8,7 @@ import functools
 
 import numpy as np
 import tensorflow as tf
+from checkpoint_scenarios import pieces
 
 import tfdist_ext
 from tfdist_ext.layers import DistributedEmbedding
@@ -180,7 +181,8 @@ def save(strategy, folder, case):
         model = compiled(strategy, case)
     model.fit(dataset(0, 7), verbose=0)
     saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    saver.write(str(folder / case))
+    with pieces(512):
+        saver.write(str(folder / case))
     files = {}
     model.embedding.save_own_variables(files)
     for name, keys in model.embedding.get_vocabularies().items():
@@ -205,14 +207,15 @@ def save(strategy, folder, case):
         np.savez(folder / f"{case}.npz", **noted)
 
 
-def restore(strategy, folder, case, more):
+def restore(strategy, folder, case, more, size):
     """Finds what was saved; without more room, trains on to the same."""
     noted = dict(np.load(folder / f"{case}.npz"))
     with strategy.scope():
         model = compiled(strategy, case, more)
     model.fit(dataset(9, 1), verbose=0)  # other keys, and all slots
     saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    saver.read(str(folder / case)).assert_existing_objects_matched()
+    with pieces(size):
+        saver.read(str(folder / case)).assert_existing_objects_matched()
     _check(values_of(model), noted, "a", more)
     model.fit(dataset(7, 7), verbose=0)
     if not more:

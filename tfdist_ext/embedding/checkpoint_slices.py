@@ -197,7 +197,7 @@ class SavedShard:
     def pieces(self) -> int:
         """Number of pieces of each rank's slice, the same on all ranks."""
         spec = self._spec
-        if self._whole or spec.grows:
+        if self._whole:
             return 1
         fewest = spec.rows
         if not self._by_column:
@@ -291,14 +291,19 @@ class SavedShard:
         return self._variable.assign(value)
 
     def read_whole(
-        self, read: Callable[[str], tf.Tensor]
+        self, read: Callable[[str], tf.Tensor], shape: tuple[int, ...]
     ) -> dict[str, tf.Tensor]:
         """Reads what `restore` takes.
 
         Args:
             read: returns the values of a slice, in TensorFlow's notation.
+            shape: the shape of the table in the file.
+
+        Raises:
+            ValueError: if a table that can grow has more rows in the file.
         """
-        return {_KEY: read(self._slice())}
+        grows = self._spec.grows
+        return {_KEY: read(self.slice_in(shape) if grows else self._slice())}
 
     def restore_in_pieces(
         self,

@@ -126,20 +126,23 @@ def _read_large(
     if not large:
         return {}
     index = Index(path)
+    before = index if full is None else Index(full)
     in_pieces = {}
     for key, shard in large.items():
-        reader = _reader(path, key, shard.dtype)
+        reader, shape = _reader(path, key, shard.dtype), index.shape(key)
         if full is not None and delta is not None and key in delta.keys:
             put = functools.partial(delta.put_into, key)
             reader = _reader(full, key, shard.dtype, put)
+            shape = before.shape(key)
         elif (
-            index.shape(key) == shard.shape
+            shape == shard.shape
             # Older checkpoints and those of one process have other slices.
             and index.most_bytes(key) <= 2 * shard.piece_bytes
         ):
             in_pieces[key] = shard
             continue
-        read.append((shard.restore, shard.read_whole(reader)))
+        whole = shard.read_whole(reader, shape or shard.shape)
+        read.append((shard.restore, whole))
     return in_pieces
 
 

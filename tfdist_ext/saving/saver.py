@@ -149,11 +149,10 @@ def _synchronous(
     """Checkpoint options without those that need a single rank."""
     if not getattr(argument, "experimental_enable_async_checkpoint", False):
         return argument
-    # An asynchronous checkpoint would need a copy of all shards, and exchanges
-    # of the writing thread between those of the steps.
     warnings.warn(
         "experimental_enable_async_checkpoint has no effect with several "
-        "ranks: the checkpoint is written before the call returns.",
+        "ranks: the checkpoint is written before the call returns. In `fit`, "
+        "the callback tfdist_ext.callbacks.Resume writes beside training.",
         stacklevel=2,
     )
     options = copy.copy(argument)
