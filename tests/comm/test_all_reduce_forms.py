@@ -146,6 +146,7 @@ def test_ranks_that_differ_are_named_by_all(forms, sizes):
         (4, 4, 1 << 20, 3 * (1 + 2)),  # chunks of two segments
         (4, 2, 1 << 20, 3 + 2 * 3 * 2),  # a ring: half of it within a host
         (4, 2, 4, 3),
+        (4, 1, 22_500, 3 * 2),  # a tree would send a third more bytes
     ],
 )
 def test_the_cheapest_form_is_chosen(world_size, per_host, count, messages):
