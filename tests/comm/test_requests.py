@@ -19,7 +19,8 @@ PLACE = Place(100, "test/rows", tf.float32)
 def doubled(peer, message, number):
     """Twice the numbers of a message, behind the rank that has sent them."""
     values = tf.bitcast(tf.reshape(message, [-1, 4]), tf.float32)
-    return tf.concat([[float(peer)], 2 * values + number], 0)
+    shifted = 2 * values + tf.cast(number, tf.float32)
+    return tf.concat([[float(peer)], shifted], 0)
 
 
 def ask(group, requests, counts, number=0, place=PLACE):
@@ -117,7 +118,7 @@ def test_no_rank_is_further_ahead_than_the_bound(bound):
         requests = Requests(group, bound)
 
         def answer(peer, message, number):
-            requests.await_step(number)
+            requests.await_step(int(number))
             return tf.zeros([0], tf.float32)
 
         requests.serve(PLACE, answer)

@@ -36,8 +36,8 @@ _CLOCK = "consistency/clock"
 _CLOCK_TAG = 1
 
 # Answers a message: the rank that sent it, the message, the number sent with
-# it. Returns the reply.
-Handler = Callable[[int, tf.Tensor, int], tf.Tensor]
+# it, an int64 scalar. Returns the reply.
+Handler = Callable[[int, tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +104,11 @@ class Requests:
         self._started: set[tuple[int, str]] = set()
         self._waiting: list[tuple[Place, Callable[[], Handler]]] = []
         with tf.device("CPU:0"):
+            # Made once: a constant costs as much as the operation that uses it.
+            self._ranks = [
+                tf.constant(rank, tf.int64) for rank in range(group.world_size)
+            ]
+            self._no_error = tf.constant("")
             self.steps = tf.Variable(0, trainable=False, dtype=tf.int64)
             self.pushed = tf.Variable(0, trainable=False, dtype=tf.int64)
             self.known_clocks = tf.Variable(
@@ -201,15 +206,16 @@ class Requests:
         if number == request_ops.LEFT:
             time.sleep(_PAUSE)  # Another joint call may follow.
             return True
-        values, error = tf.zeros([0], place.dtype), ""
+        error = self._no_error
         try:
             handler = self._handlers.get(place.tag)
             if handler is None:
                 raise RuntimeError("the model or optimizer has been deleted")
-            values = handler(peer, message, number)
+            values = handler(peer, message, step)
         except Exception as failure:  # The requesting rank raises it.
             text = getattr(failure, "message", None) or str(failure)
-            error = f"rank {self.group.rank}: {text}"[:_MOST_TEXT]
+            error = tf.constant(f"rank {self.group.rank}: {text}"[:_MOST_TEXT])
+            values = tf.zeros([0], place.dtype)
             _LOG.debug("%s", place.label, exc_info=True)
         if replies:
             request_ops.reply(self.group, peer, values, error=error, **where)
@@ -256,12 +262,21 @@ class Requests:
             if self._over:
                 raise RuntimeError("The ranks have stopped exchanging.")
 
-    def _note_clock(self, peer: int, message: tf.Tensor, step: int) -> Any:
-        self._samples[peer].assign(tf.bitcast(message, tf.float32))
+    def _note_clock(
+        self, peer: int, message: tf.Tensor, step: tf.Tensor
+    ) -> Any:
         with self._changed:
-            self._clocks[peer] = max(step, self._clocks[peer])
-            self.known_clocks.assign(self._clocks)
-            self._changed.notify_all()
+            self._put(self._samples, peer, tf.bitcast(message, tf.float32))
+            if int(step) > self._clocks[peer]:
+                self._clocks[peer] = int(step)
+                self._put(self.known_clocks, peer, step)
+                self._changed.notify_all()
+
+    def _put(self, variable: tf.Variable, rank: int, value: tf.Tensor) -> None:
+        """Assigns an element in one operation, as it is done in every step."""
+        tf.raw_ops.ResourceScatterUpdate(
+            resource=variable.handle, indices=self._ranks[rank], updates=value
+        )
 
     def tick(self, samples: tf.Tensor) -> None:
         """Completes a step: after its updates, all ranks are told.

@@ -12,6 +12,7 @@ import dataclasses
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import marks
@@ -52,13 +53,11 @@ class _Read:
     """The last lookup of a rank.
 
     Attributes:
-        payload: ids in the form of a message of every rank.
-        splits: bytes of these messages.
+        message: ids, as the rank has sent them.
         version: number of updates that the rows have had.
     """
 
-    payload: tf.Tensor
-    splits: tf.Tensor
+    message: tf.Tensor
     version: int
 
 
@@ -98,11 +97,17 @@ class OwnerRows:
         self._reads: dict[int, _Read] = {}
         self._version = 0
         with tf.init_scope():
-            self._empty = self._empty_messages()
+            empty = self._empty_messages()
+            self._empty = tf.concat(empty, 0)
+            self._sizes = np.array([each.shape[0] for each in empty])
+            # Made once, as eager operations cost more than the lookup.
+            self._peers = [
+                tf.constant(peer, tf.int64) for peer in range(self._ranks)
+            ]
             answer = tf.function(self._answer, autograph=False)
             self._function = answer.get_concrete_function(
+                tf.TensorSpec([], tf.int64),
                 tf.TensorSpec([None], tf.uint8),
-                tf.TensorSpec([self._ranks], tf.int64),
                 tf.TensorSpec([], tf.int64),
             )
 
@@ -136,31 +141,21 @@ class OwnerRows:
         same = list(features) == list(self._features)
         return same and all(one is other for one, other in pairs)
 
-    def answer(self, peer: int, message: tf.Tensor, step: int) -> tf.Tensor:
+    def answer(
+        self, peer: int, message: tf.Tensor, step: tf.Tensor
+    ) -> tf.Tensor:
         """Sums the rows that a rank asks for; a handler of `Requests`."""
-        self._requests.await_step(step)
-        payload, splits = self._of_one(peer, message)
+        self._requests.await_step(int(step))
         with self._requests.updating:
-            values: tf.Tensor = self._function(
-                payload, splits, tf.constant(step, tf.int64)
-            )
-            self._reads[peer] = _Read(payload, splits, self._version)
+            values: tf.Tensor = self._function(self._peers[peer], message, step)
+            self._reads[peer] = _Read(message, self._version)
         return values
 
-    def _of_one(
-        self, peer: int, message: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Messages of all ranks, and their bytes, if only one has ids."""
-        messages = list(self._empty)
-        messages[peer] = message
-        sizes = [int(each.shape[0]) for each in messages]
-        return tf.concat(messages, 0), tf.constant(sizes, tf.int64)
-
     def _answer(
-        self, payload: tf.Tensor, splits: tf.Tensor, seed: tf.Tensor
+        self, peer: tf.Tensor, message: tf.Tensor, seed: tf.Tensor
     ) -> tf.Tensor:
         values, _ = exchange.lookup(
-            self._tables, self._features, self._owned(payload, splits)
+            self._tables, self._features, self._owned(peer, message)
         )
         return id_ops.to_wire(
             values,
@@ -169,24 +164,31 @@ class OwnerRows:
             seed=seed,
         )
 
-    def _owned(self, payload: tf.Tensor, splits: tf.Tensor) -> OwnedIds:
+    def _owned(self, peer: tf.Tensor, message: tf.Tensor) -> OwnedIds:
+        """The ids of a rank's message; the other ranks ask for nothing."""
+        ends = np.cumsum(self._sizes)
         with tf.device("CPU:0"):
+            before = self._empty[: tf.gather(ends - self._sizes, peer)]
+            after = self._empty[tf.gather(ends, peer) :]
+            own = tf.range(self._ranks, dtype=tf.int64) == peer
             row_splits, rows, weights, served, _ = id_ops.decode_ids(
-                payload, splits, **self.where
+                tf.concat([before, message, after], 0),
+                tf.where(own, tf.size(message, tf.int64), self._sizes),
+                **self.where,
             )
         return OwnedIds(row_splits, rows, weights, served)
 
     def gradients(
-        self, payload: tf.Tensor, splits: tf.Tensor, replies: tf.Tensor
+        self, peer: tf.Tensor, ids: tf.Tensor, replies: tf.Tensor
     ) -> list[tf.IndexedSlices]:
         """Gradients of this rank's tables from those of a rank's replies.
 
         Args:
-            payload: ids of the lookup, see `received`.
-            splits: bytes of their messages.
+            peer: the rank, int64 scalar.
+            ids: uint8 `[bytes]`, ids of the lookup, see `last_read`.
             replies: uint8 `[bytes]`, gradients of the replies.
         """
-        owned = self._owned(payload, splits)
+        owned = self._owned(peer, ids)
         used = exchange.used_tables(self._features)
         size = self.place.dtype.size
         values = tf.bitcast(tf.reshape(replies, [-1, size]), self.place.dtype)
@@ -226,28 +228,18 @@ class OwnerRows:
         """The tables that `gradients` returns the gradients of, in order."""
         return [self._tables[i] for i in exchange.used_tables(self._features)]
 
-    def received(
-        self, peer: int, message: tf.Tensor, has_ids: bool
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, int]:
-        """Reads a message with the gradients of a rank's lookup.
+    def last_read(self, peer: int) -> tuple[tf.Tensor, tf.Tensor, int]:
+        """The last lookup of a rank.
 
         Args:
             peer: the rank.
-            message: uint8 `[bytes]`, see `message_of`.
-            has_ids: whether it has ids. Otherwise they are those that the rank
-                has asked for last.
 
         Returns:
-            The arguments of `gradients`, and the number of updates that the
-            rows have had since the rank has asked.
+            The rank and its ids, see `gradients`, and the number of updates
+            that the rows have had since.
         """
         read = self._reads[peer]
-        behind = self._version - read.version
-        if not has_ids:
-            return read.payload, read.splits, message, behind
-        size = int(tf.bitcast(message[:_LENGTH], tf.int64))
-        ids, values = tf.split(message[_LENGTH:], [size, -1])
-        return *self._of_one(peer, ids), values, behind
+        return self._peers[peer], read.message, self._version - read.version
 
     def count_update(self) -> None:
         """Counts an update of the rows."""
@@ -271,6 +263,12 @@ def message_of(gradient: RowGradient) -> tuple[tf.Tensor, tf.Tensor]:
     )
     payload = tf.concat([each for of_rank in parts for each in of_rank], 0)
     return payload, _LENGTH + id_bytes + value_bytes
+
+
+def ids_and_values(message: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The ids and the gradients in a message to one owner; see `message_of`."""
+    size = tf.bitcast(message[:_LENGTH], tf.int64)
+    return message[_LENGTH : _LENGTH + size], message[_LENGTH + size :]
 
 
 def look_up_at_owners(
@@ -467,7 +465,7 @@ def _weak(owner: OwnerRows) -> Handler:
     """Answers requests as long as the owner's rows exist."""
     found = weakref.ref(owner)
 
-    def answer(peer: int, message: tf.Tensor, step: int) -> tf.Tensor:
+    def answer(peer: int, message: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         rows = found()
         if rows is None:
             raise RuntimeError("the model has been deleted")

@@ -26,6 +26,7 @@ from tfdist_ext.comm.requests import Handler
 from tfdist_ext.comm.requests import Place
 from tfdist_ext.comm.requests import Requests
 from tfdist_ext.embedding.owner_rows import OwnerRows
+from tfdist_ext.embedding.owner_rows import ids_and_values
 from tfdist_ext.embedding.owner_rows import is_at_owners
 from tfdist_ext.embedding.owner_rows import message_of
 from tfdist_ext.embedding.row_copies import RowCopies
@@ -83,6 +84,7 @@ class OwnerRound(Round):
             iterations = component(optimizer.iterations)
             self._number = local_variable(iterations.read_value, "iterations")
             self._digests = _digests(_slots_of(optimizer))
+            self._unscaled = tf.constant(1.0)
 
     def step(self, optimizer: Optimizer, pairs: Pairs, apply: Apply) -> None:
         del optimizer, apply  # The owners call the optimizer.
@@ -154,13 +156,15 @@ class OwnerRound(Round):
         """Applies gradients of this rank's rows, when a rank sends them."""
 
         def update(
-            payload: tf.Tensor,
-            splits: tf.Tensor,
-            replies: tf.Tensor,
+            peer: tf.Tensor,
+            ids: tf.Tensor,
+            message: tf.Tensor,
             scale: tf.Tensor,
             number: tf.Tensor,
         ) -> tf.Tensor:
-            slices = rows.gradients(payload, splits, replies)
+            if has_ids:
+                ids, message = ids_and_values(message)
+            slices = rows.gradients(peer, ids, message)
             pairs = [
                 (_scaled(gradient, scale), variable)
                 for gradient, variable in zip(slices, variables, strict=True)
@@ -169,19 +173,20 @@ class OwnerRound(Round):
             self._apply(pairs, number)
             return tf.constant(0)
 
-        ranks = len(self._bytes)
-        lengths = tf.TensorSpec([ranks], tf.int64)
+        nothing = tf.zeros([0], tf.uint8)
         function = self._traced(
-            update, _MESSAGE, lengths, _MESSAGE, _SCALE, _NUMBER
+            update, _NUMBER, _MESSAGE, _MESSAGE, _SCALE, _NUMBER
         )
 
-        def handle(peer: int, message: tf.Tensor, number: int) -> tf.Tensor:
+        def handle(
+            peer: int, message: tf.Tensor, number: tf.Tensor
+        ) -> tf.Tensor:
             with self._requests.updating:
-                *arguments, behind = rows.received(peer, message, has_ids)
+                rank, ids, behind = rows.last_read(peer)
                 scale = self._scale_of(behind)
-                function(*arguments, scale, tf.constant(number, tf.int64))
+                function(rank, ids, message, scale, number)
                 rows.count_update()
-            return tf.zeros([0], tf.uint8)
+            return nothing
 
         return handle
 
@@ -250,13 +255,13 @@ class OwnerRound(Round):
         read = dict.fromkeys(range(len(self._bytes)), 0)
         group = self._requests.group
 
-        def handle(peer: int, message: tf.Tensor, number: int) -> tf.Tensor:
+        def handle(
+            peer: int, message: tf.Tensor, number: tf.Tensor
+        ) -> tf.Tensor:
             nonlocal version
             with self._requests.updating:
                 scale = self._scale_of(version - read[peer])
-                values: tf.Tensor = function(
-                    message, scale, tf.constant(number, tf.int64)
-                )
+                values: tf.Tensor = function(message, scale, number)
                 version += 1
                 read[peer] = version
             return nothing if peer == group.rank else values
@@ -293,7 +298,9 @@ class OwnerRound(Round):
         steps = behind // len(self._bytes)
         self._requests.staleness[steps] += 1
         inverse = self._steps.mode.stale_scale == "inverse"
-        return tf.constant(1 / max(1, steps) if inverse else 1.0)
+        if inverse and steps > 1:
+            return tf.constant(1 / steps)
+        return self._unscaled
 
     def _part(self, gradient: Gradient) -> tf.Tensor:
         """This rank's part of a gradient of the global batch."""
