@@ -65,6 +65,7 @@ class Requests:
         bound: steps that a rank may be ahead of the slowest; None for no
             bound.
         delay: steps for which gradients of rows with copies wait.
+        ranks: the number of each rank, int64 scalars.
         steps: int64 variable, the clock of this rank.
         pushed: int64 variable that is written after the updates of a step.
         updating: lock that a handler holds while it reads or writes rows. An
@@ -105,7 +106,7 @@ class Requests:
         self._waiting: list[tuple[Place, Callable[[], Handler]]] = []
         with tf.device("CPU:0"):
             # Made once: a constant costs as much as the operation that uses it.
-            self._ranks = [
+            self.ranks = [
                 tf.constant(rank, tf.int64) for rank in range(group.world_size)
             ]
             self._no_error = tf.constant("")
@@ -275,7 +276,7 @@ class Requests:
     def _put(self, variable: tf.Variable, rank: int, value: tf.Tensor) -> None:
         """Assigns an element in one operation, as it is done in every step."""
         tf.raw_ops.ResourceScatterUpdate(
-            resource=variable.handle, indices=self._ranks[rank], updates=value
+            resource=variable.handle, indices=self.ranks[rank], updates=value
         )
 
     def tick(self, samples: tf.Tensor) -> None:

@@ -100,10 +100,6 @@ class OwnerRows:
             empty = self._empty_messages()
             self._empty = tf.concat(empty, 0)
             self._sizes = np.array([each.shape[0] for each in empty])
-            # Made once, as eager operations cost more than the lookup.
-            self._peers = [
-                tf.constant(peer, tf.int64) for peer in range(self._ranks)
-            ]
             answer = tf.function(self._answer, autograph=False)
             self._function = answer.get_concrete_function(
                 tf.TensorSpec([], tf.int64),
@@ -147,7 +143,8 @@ class OwnerRows:
         """Sums the rows that a rank asks for; a handler of `Requests`."""
         self._requests.await_step(int(step))
         with self._requests.updating:
-            values: tf.Tensor = self._function(self._peers[peer], message, step)
+            rank = self._requests.ranks[peer]
+            values: tf.Tensor = self._function(rank, message, step)
             self._reads[peer] = _Read(message, self._version)
         return values
 
@@ -239,7 +236,8 @@ class OwnerRows:
             that the rows have had since.
         """
         read = self._reads[peer]
-        return self._peers[peer], read.message, self._version - read.version
+        behind = self._version - read.version
+        return self._requests.ranks[peer], read.message, behind
 
     def count_update(self) -> None:
         """Counts an update of the rows."""
