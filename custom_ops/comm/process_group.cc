@@ -31,6 +31,7 @@ ProcessGroup::ProcessGroup(GroupOptions options,
     : options_(std::move(options)),
       debug_(DebugRequested()),
       all_reduce_choice_(options_.addresses, options_.all_reduce),
+      requests_(options_.world_size),
       peers_(options_.world_size),
       transport_(std::move(sockets), options_.timeout, scratch_,
                  options_.most_early) {

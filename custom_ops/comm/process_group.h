@@ -19,6 +19,7 @@
 #include "custom_ops/comm/all_reduce_form.h"
 #include "custom_ops/comm/channel.h"
 #include "custom_ops/comm/operation.h"
+#include "custom_ops/comm/request_state.h"
 #include "custom_ops/comm/scratch.h"
 #include "custom_ops/comm/transport.h"
 #include "custom_ops/comm/wire.h"
@@ -129,6 +130,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
 
   Transport& transport() { return transport_; }
   ScratchPool& scratch() { return scratch_; }
+  RequestState& requests() { return requests_; }
   const AllReduceChoice& all_reduce_choice() const {
     return all_reduce_choice_;
   }
@@ -244,6 +246,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   const bool debug_;
   const AllReduceChoice all_reduce_choice_;
   ScratchPool scratch_;
+  RequestState requests_;
   WaiterThreads waiters_;
 
   std::atomic<bool> failed_{false};

@@ -2,7 +2,6 @@
 """What models become where each rank steps alone: SSP and BAP."""
 
 import gc
-import threading
 import time
 import warnings
 import weakref
@@ -483,34 +482,31 @@ def averaged(strategy, folder):
 
 
 class _Recorder:
-    """A lock that records what is served, in the order of the lock."""
+    """Records what handlers are given, in the order in which they run."""
 
     def __init__(self):
-        self.lock = threading.Lock()
-        self.current = threading.local()
         self.calls = []
 
-    def __enter__(self):
-        self.lock.acquire()
-        self.calls.append(getattr(self.current, "call", None))
-        return self
-
-    def __exit__(self, *_):
-        self.lock.release()
-
     def recording(self, handler):
-        def record(peer, message, number):
-            self.current.call = handler, peer, message, number
-            return handler(peer, message, number)
+        number = tf.TensorSpec([], tf.int64)
+        function = tf.function(handler, autograph=False).get_concrete_function(
+            number, tf.TensorSpec([None], tf.uint8), number
+        )
 
-        return record
+        def record(*arguments):
+            self.calls.append((function, arguments))
+
+        def handle(*arguments):
+            recorded = tf.numpy_function(record, arguments, [])
+            with tf.control_dependencies([recorded]):
+                return function(*arguments)
+
+        return handle
 
 
 def serial(strategy, folder, optimizer):
     """Concurrent updates give what the same updates give one by one."""
-    requests = strategy.collectives.requests
     recorder = _Recorder()
-    requests.updating = recorder
     serve = Requests.serve
     Requests.serve = lambda self, place, handler: serve(
         self, place, recorder.recording(handler)
@@ -537,8 +533,8 @@ def serial(strategy, folder, optimizer):
     for each, value in zip(variables, before, strict=True):
         each.assign(value)
     updates = 0
-    for handler, peer, message, number in calls:
-        handler(peer, message, number)
+    for function, arguments in calls:
+        function(*map(tf.constant, arguments))
         updates += 1
     assert updates > 100
     shards = [each for each in tables if is_shard(model, each)]

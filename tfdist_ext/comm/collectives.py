@@ -351,7 +351,7 @@ class Collectives:
         return self._tags.take(step, label, kind, dtype)
 
     def place_of_request(
-        self, label: str, dtype: tf.DType, server: str
+        self, label: str, dtype: tf.DType, server: str, bounded: bool = False
     ) -> Place:
         """A kind of request of the current step, the same on all ranks.
 
@@ -360,11 +360,12 @@ class Collectives:
             dtype: dtype of the replies.
             server: names what serves the requests. Lookups of two models may
                 have one label, and their optimizers too.
+            bounded: see `Place`.
         """
         tag = self._tags.take(
             self.step, f"{label} of {server}", "request", dtype
         )
-        return Place(tag, label, dtype)
+        return Place(tag, label, dtype, bounded)
 
     @contextlib.contextmanager
     def one_call(

@@ -8,8 +8,6 @@ sums of rows, and later applies the gradients of these sums.
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,9 +18,8 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm import collectives as collectives_lib
 from tfdist_ext.comm.calls import RowGradient
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.comm.requests import Handler
 from tfdist_ext.comm.requests import Place
-from tfdist_ext.comm.requests import Requests
+from tfdist_ext.comm.requests import Updates
 from tfdist_ext.embedding import deferred_rows
 from tfdist_ext.embedding import exchange
 from tfdist_ext.embedding.exchange import OwnedIds
@@ -32,6 +29,7 @@ from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
 from tfdist_ext.embedding.row_copies import Age
 from tfdist_ext.embedding.row_copies import Found
+from tfdist_ext.embedding.sharded_variable import local_variable
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.ops import id_ops
 from tfdist_ext.ops import lookup_ops
@@ -48,19 +46,6 @@ assert request_ops
 _LENGTH = 8  # bytes of the length of ids
 
 
-@dataclasses.dataclass
-class _Read:
-    """The last lookup of a rank.
-
-    Attributes:
-        message: ids, as the rank has sent them.
-        version: number of updates that the rows have had.
-    """
-
-    message: tf.Tensor
-    version: int
-
-
 class OwnerRows:
     """The rows of this rank that one lookup of a step asks for.
 
@@ -70,7 +55,11 @@ class OwnerRows:
         tables: variables, this rank's part of each table.
         wire: wire format of the replies.
         collectives: collectives of the strategy.
-        requests: what the ranks serve to each other.
+
+    Attributes:
+        place: see the arguments.
+        updates: updates that the rows have had. A rank knows those before its
+            last lookup.
     """
 
     def __init__(
@@ -80,13 +69,11 @@ class OwnerRows:
         tables: Sequence[Variable],
         wire: Wire,
         collectives: Collectives,
-        requests: Requests,
     ) -> None:
         self.place = place
         self._tables = tables
         self._features = features
         self._wire = wire
-        self._requests = requests
         group = collectives.group
         self._ranks = group.world_size
         self.where: Keywords = {
@@ -94,18 +81,15 @@ class OwnerRows:
             "rank": group.rank,
             "world_size": group.world_size,
         }
-        self._reads: dict[int, _Read] = {}
-        self._version = 0
+        self.updates = Updates(self._ranks)
         with tf.init_scope():
             empty = self._empty_messages()
             self._empty = tf.concat(empty, 0)
             self._sizes = np.array([each.shape[0] for each in empty])
-            answer = tf.function(self._answer, autograph=False)
-            self._function = answer.get_concrete_function(
-                tf.TensorSpec([], tf.int64),
-                tf.TensorSpec([None], tf.uint8),
-                tf.TensorSpec([], tf.int64),
-            )
+        # The last message of each rank, as a serialized tensor.
+        self._messages = local_variable(
+            lambda: tf.fill([self._ranks], ""), "messages"
+        )
 
     def _empty_messages(self) -> list[tf.Tensor]:
         """Messages without ids, of each rank to this one."""
@@ -138,19 +122,15 @@ class OwnerRows:
         return same and all(one is other for one, other in pairs)
 
     def answer(
-        self, peer: int, message: tf.Tensor, step: tf.Tensor
-    ) -> tf.Tensor:
-        """Sums the rows that a rank asks for; a handler of `Requests`."""
-        self._requests.await_step(int(step))
-        with self._requests.updating:
-            rank = self._requests.ranks[peer]
-            values: tf.Tensor = self._function(rank, message, step)
-            self._reads[peer] = _Read(message, self._version)
-        return values
-
-    def _answer(
         self, peer: tf.Tensor, message: tf.Tensor, seed: tf.Tensor
     ) -> tf.Tensor:
+        """Sums the rows that a rank asks for; a handler of `Requests`."""
+        self.updates.set_known(peer)
+        tf.raw_ops.ResourceScatterUpdate(
+            resource=self._messages.handle,
+            indices=peer,
+            updates=tf.io.serialize_tensor(message),
+        )
         values, _ = exchange.lookup(
             self._tables, self._features, self._owned(peer, message)
         )
@@ -182,7 +162,7 @@ class OwnerRows:
 
         Args:
             peer: the rank, int64 scalar.
-            ids: uint8 `[bytes]`, ids of the lookup, see `last_read`.
+            ids: uint8 `[bytes]`, ids of the lookup, see `last_ids`.
             replies: uint8 `[bytes]`, gradients of the replies.
         """
         owned = self._owned(peer, ids)
@@ -225,23 +205,10 @@ class OwnerRows:
         """The tables that `gradients` returns the gradients of, in order."""
         return [self._tables[i] for i in exchange.used_tables(self._features)]
 
-    def last_read(self, peer: int) -> tuple[tf.Tensor, tf.Tensor, int]:
-        """The last lookup of a rank.
-
-        Args:
-            peer: the rank.
-
-        Returns:
-            The rank and its ids, see `gradients`, and the number of updates
-            that the rows have had since.
-        """
-        read = self._reads[peer]
-        behind = self._version - read.version
-        return self._requests.ranks[peer], read.message, behind
-
-    def count_update(self) -> None:
-        """Counts an update of the rows."""
-        self._version += 1
+    def last_ids(self, peer: tf.Tensor) -> tf.Tensor:
+        """The ids of a rank's last lookup, see `gradients`."""
+        message = tf.gather(self._messages.read_value(), peer)
+        return tf.ensure_shape(tf.io.parse_tensor(message, tf.uint8), [None])
 
 
 def message_of(gradient: RowGradient) -> tuple[tf.Tensor, tf.Tensor]:
@@ -427,12 +394,15 @@ def _ask(
         for f in features
     ]
     server = f"tables {numbers}, features {kinds}"
-    place = collectives.place_of_request(f"{wire.label}/rows", dtype, server)
+    place = collectives.place_of_request(
+        f"{wire.label}/rows", dtype, server, bounded=True
+    )
     owner = requests.owners.get(place.tag)
     if owner is None:
-        owner = OwnerRows(place, features, tables, wire, collectives, requests)
+        owner = OwnerRows(place, features, tables, wire, collectives)
         requests.owners[place.tag] = owner
-        requests.serve(place, _weak(owner))
+        requests.serve(place, owner.answer)
+        requests.forget_with(owner, [place.tag])
     assert owner.serves(features, tables)
     requests.keep(owner)
     samples = collectives.samples()
@@ -457,19 +427,6 @@ def _ask(
         [tf.size(lists[0].row_splits, tf.int64) - 1 for lists in ids]
     )
     return parts, Route(count, sample_ids, sample_splits, share), owner
-
-
-def _weak(owner: OwnerRows) -> Handler:
-    """Answers requests as long as the owner's rows exist."""
-    found = weakref.ref(owner)
-
-    def answer(peer: int, message: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        rows = found()
-        if rows is None:
-            raise RuntimeError("the model has been deleted")
-        return rows.answer(peer, message, step)
-
-    return answer
 
 
 def _check(

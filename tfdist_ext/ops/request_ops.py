@@ -11,7 +11,7 @@ from tfdist_ext.ops.collective_ops import Group
 from tfdist_ext.ops.library import library
 
 # Steps that `serve` returns without a message.
-LEFT, ENDED = -1, -2
+LEFT, ENDED, STOPPED = -1, -2, -3
 
 
 def request(
@@ -70,49 +70,91 @@ def request(
 
 
 def serve(
-    group: Group, peer: int, *, tag: int, label: str, replies: bool = True
+    group: Group,
+    peer: tf.Tensor,
+    handler: tf.Tensor,
+    *,
+    tag: int,
+    label: str,
+    replies: bool = True,
+    bound: int | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Waits, without a limit, for the next request of a rank.
 
+    With `replies`, it also takes the lock of this rank's rows and variables,
+    which `reply` releases.
+
     Args:
         group: the process group.
-        peer: the rank, which may be this one.
+        peer: int64 scalar, the rank, which may be this one.
+        handler: int64 scalar, the number that `set_handler` was given.
         tag: see `request`.
         label: the label for errors and statistics.
         replies: whether a `reply` follows.
+        bound: if not None, it also waits until no clock is more than so many
+            steps behind the step of the request; see `set_clock`.
 
     Returns:
         The message, uint8 `[bytes]`, and the step, an int64 scalar. Without a
         message the step is `LEFT` if a rank has left the current joint call,
-        and `ENDED` if the group has failed or is closed. The message is then
-        the reason.
+        `STOPPED` if another handler was set, and `ENDED` if the group has
+        failed or is closed. The message is then the reason.
     """
     payload, step = library().tfdist_serve(
-        group=group.handle, tag=tag, label=label, peer=peer, replies=replies
+        peer,
+        handler,
+        group=group.handle,
+        tag=tag,
+        label=label,
+        replies=replies,
+        bound=-1 if bound is None else bound,
     )
     return payload, step
 
 
 def reply(
     group: Group,
-    peer: int,
+    peer: tf.Tensor,
     values: tf.Tensor,
     *,
     tag: int,
     label: str,
-    error: tf.Tensor | str = "",
+    error: str = "",
 ) -> tf.Operation:
     """Replies to the message that `serve` has returned.
 
     Args:
         group: the process group.
-        peer: the rank that has sent the message.
+        peer: int64 scalar, the rank that has sent the message.
         values: `[n]`, in the dtype of the request.
         tag: see `request`.
         label: the label for errors and statistics.
-        error: if not empty, the request fails with this text. A tensor takes
-            less time than a string of Python.
+        error: if not empty, the request fails with this text.
     """
     return library().tfdist_reply(
-        values, error, group=group.handle, tag=tag, label=label, peer=peer
+        peer, values, error, group=group.handle, tag=tag, label=label
     )
+
+
+def set_handler(group: Group, handler: int, *, tag: int) -> None:
+    """Sets which `serve` gets the messages with a tag. All others end.
+
+    Args:
+        group: the process group.
+        handler: a number.
+        tag: see `request`.
+    """
+    library().tfdist_set_handler(
+        tf.constant(handler, tf.int64), group=group.handle, tag=tag
+    )
+
+
+def set_clock(group: Group, peer: tf.Tensor, step: tf.Tensor) -> tf.Operation:
+    """Sets the clock of a rank, unless it is lower than the current one.
+
+    Args:
+        group: the process group.
+        peer: int64 scalar, the rank.
+        step: int64 scalar, the number of steps that it has completed.
+    """
+    return library().tfdist_set_clock(peer, step, group=group.handle, tag=0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.requests import Handler
 from tfdist_ext.comm.requests import Place
 from tfdist_ext.comm.requests import Requests
+from tfdist_ext.comm.requests import Updates
 from tfdist_ext.embedding.owner_rows import OwnerRows
 from tfdist_ext.embedding.owner_rows import ids_and_values
 from tfdist_ext.embedding.owner_rows import is_at_owners
@@ -47,9 +47,6 @@ from tfdist_ext.type_names import Variable
 
 _DENSE = "consistency/dense"
 _STATE = "consistency/state"
-_MESSAGE = tf.TensorSpec([None], tf.uint8)
-_NUMBER = tf.TensorSpec([], tf.int64)
-_SCALE = tf.TensorSpec([])
 
 
 class OwnerRound(Round):
@@ -76,15 +73,15 @@ class OwnerRound(Round):
         self._owned: dict[int, tuple[Variable, int]] = {}
         self._bytes = [0] * steps.collectives.group.world_size
         self._served: set[int] = set()
+        self._updates: list[Updates] = []
         self._lookups: dict[int, tuple[OwnerRows, Place]] = {}
         self._name = f"optimizer {self._requests.number_of(optimizer)}"
-        weakref.finalize(optimizer, self._requests.forget, self._served)
+        self._requests.forget_with(optimizer, self._served)
         with tf.init_scope():
             # Owners set the optimizer's own counter to that of an update.
             iterations = component(optimizer.iterations)
             self._number = local_variable(iterations.read_value, "iterations")
             self._digests = _digests(_slots_of(optimizer))
-            self._unscaled = tf.constant(1.0)
 
     def step(self, optimizer: Optimizer, pairs: Pairs, apply: Apply) -> None:
         del optimizer, apply  # The owners call the optimizer.
@@ -155,40 +152,26 @@ class OwnerRound(Round):
     ) -> Handler:
         """Applies gradients of this rank's rows, when a rank sends them."""
 
-        def update(
-            peer: tf.Tensor,
-            ids: tf.Tensor,
-            message: tf.Tensor,
-            scale: tf.Tensor,
-            number: tf.Tensor,
+        def handle(
+            peer: tf.Tensor, message: tf.Tensor, number: tf.Tensor
         ) -> tf.Tensor:
             if has_ids:
-                ids, message = ids_and_values(message)
-            slices = rows.gradients(peer, ids, message)
+                ids, gradients = ids_and_values(message)
+            else:
+                ids, gradients = rows.last_ids(peer), message
+            scale = self._scale_of(rows.updates.unknown_to(peer))
             pairs = [
                 (_scaled(gradient, scale), variable)
-                for gradient, variable in zip(slices, variables, strict=True)
+                for gradient, variable in zip(
+                    rows.gradients(peer, ids, gradients), variables, strict=True
+                )
                 if variable is not None
             ]
             self._apply(pairs, number)
-            return tf.constant(0)
+            rows.updates.add()
+            return tf.zeros([0], tf.uint8)
 
-        nothing = tf.zeros([0], tf.uint8)
-        function = self._traced(
-            update, _NUMBER, _MESSAGE, _MESSAGE, _SCALE, _NUMBER
-        )
-
-        def handle(
-            peer: int, message: tf.Tensor, number: tf.Tensor
-        ) -> tf.Tensor:
-            with self._requests.updating:
-                rank, ids, behind = rows.last_read(peer)
-                scale = self._scale_of(behind)
-                function(rank, ids, message, scale, number)
-                rows.count_update()
-            return nothing
-
-        return handle
+        return self._in_replica_of_owner(handle)
 
     def _send_dense(
         self, pairs: Pairs, dtype: tf.DType, number: tf.Tensor
@@ -238,35 +221,25 @@ class OwnerRound(Round):
         self, variables: Sequence[Variable], dtype: tf.DType
     ) -> Handler:
         """Applies gradients of this rank's variables; replies with them."""
-        nothing = tf.zeros([0], tf.uint8)
+        rank = self._requests.group.rank
         if not variables:
-            return lambda peer, message, number: nothing
+            return lambda peer, message, number: tf.zeros([0], tf.uint8)
+        updates = Updates(len(self._bytes))
+        self._updates.append(updates)
 
-        def update(
-            message: tf.Tensor, scale: tf.Tensor, number: tf.Tensor
+        def handle(
+            peer: tf.Tensor, message: tf.Tensor, number: tf.Tensor
         ) -> tf.Tensor:
+            scale = self._scale_of(updates.unknown_to(peer))
             gradients = _unpacked(message, variables, dtype)
             scaled = [_scaled(each, scale) for each in gradients]
             self._apply(list(zip(scaled, variables, strict=True)), number)
-            return _packed([component(each) for each in variables])
+            updates.add()
+            updates.set_known(peer)
+            values = _packed([component(each) for each in variables])
+            return values[: tf.where(peer == rank, 0, tf.size(values))]
 
-        function = self._traced(update, _MESSAGE, _SCALE, _NUMBER)
-        version = 0
-        read = dict.fromkeys(range(len(self._bytes)), 0)
-        group = self._requests.group
-
-        def handle(
-            peer: int, message: tf.Tensor, number: tf.Tensor
-        ) -> tf.Tensor:
-            nonlocal version
-            with self._requests.updating:
-                scale = self._scale_of(version - read[peer])
-                values: tf.Tensor = function(message, scale, number)
-                version += 1
-                read[peer] = version
-            return nothing if peer == group.rank else values
-
-        return handle
+        return self._in_replica_of_owner(handle)
 
     def _apply(self, pairs: Pairs, number: tf.Tensor) -> None:
         optimizer: Any = self._optimizer()
@@ -275,32 +248,29 @@ class OwnerRound(Round):
         with self._steps.passing(local=True):
             optimizer.apply_gradients(list(pairs))
 
-    def _traced(
-        self, function: Callable[..., tf.Tensor], *specs: tf.TypeSpec
-    ) -> tf.types.experimental.ConcreteFunction:
-        """Traces an update; it runs in a replica, outside of a step."""
+    def _in_replica_of_owner(self, handler: Handler) -> Handler:
+        """Runs a handler in a replica, outside of a step."""
 
         def run(*args: tf.Tensor) -> tf.Tensor:
             results = []
             strategy: Any = self._strategy()
-            self._in_replica(strategy, lambda: results.append(function(*args)))
+            self._in_replica(strategy, lambda: results.append(handler(*args)))
             return results[0]
 
-        traced = tf.function(run, autograph=False)
-        return traced.get_concrete_function(*specs)
+        return run
 
-    def _scale_of(self, behind: int) -> tf.Tensor:
+    def _scale_of(self, behind: tf.Tensor) -> tf.Tensor:
         """The factor of an update, by how old the values are that it is of.
 
         Args:
-            behind: updates of all ranks since these values were read.
+            behind: int64 scalar, updates of all ranks since these values were
+                read.
         """
         steps = behind // len(self._bytes)
-        self._requests.staleness[steps] += 1
-        inverse = self._steps.mode.stale_scale == "inverse"
-        if inverse and steps > 1:
-            return tf.constant(1 / steps)
-        return self._unscaled
+        self._requests.count_update(steps)
+        if self._steps.mode.stale_scale == "inverse":
+            return 1 / tf.cast(tf.maximum(steps, 1), tf.float32)
+        return tf.constant(1.0)
 
     def _part(self, gradient: Gradient) -> tf.Tensor:
         """This rank's part of a gradient of the global batch."""

@@ -585,7 +585,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         found = {**dataclasses.asdict(group.stats()), "shares": shares}
         requests = self.collectives.requests if self.collectives else None
         if requests is not None:
-            found["staleness"] = dict(sorted(requests.staleness.items()))
+            found["staleness"] = requests.updates_by_staleness()
         rounds = self.extended.rounds
         counts = rounds.counts() if rounds is not None else None
         if rounds is not None and counts is not None:
