@@ -155,6 +155,69 @@ def test_no_rank_is_further_ahead_than_the_bound(bound):
     assert bound is None or max(most) <= bound
 
 
+class Owner:
+    """Something that can be deleted."""
+
+
+def test_handlers_are_deleted_with_their_owner():
+    def run(group):
+        requests = Requests(group, None)
+        owner = Owner()
+        requests.serve(PLACE, doubled)
+        requests.forget_with(owner, [PLACE.tag])
+        ask(group, requests, [1, 1])
+        meet(group)
+        del owner
+        for _ in range(2):
+            with pytest.raises(
+                tf.errors.InvalidArgumentError, match="has been deleted"
+            ):
+                ask(group, requests, [1, 1])
+        meet(group)
+        requests.serve(PLACE, doubled)
+        meet(group)
+        ask(group, requests, [1, 1])
+        meet(group)
+
+    run_on_ranks(2, run)
+
+
+def test_one_handler_runs_at_a_time():
+    """The handlers of two kinds of requests, for the requests of all ranks."""
+    places = [Place(100, "test/rows"), Place(102, "test/dense")]
+
+    def run(group):
+        requests = Requests(group, None)
+        running, most = [], []
+
+        def handle():
+            running.append(None)
+            most.append(len(running))
+            time.sleep(0.005)
+            running.pop()
+
+        empty = tf.zeros([0], tf.uint8)
+        for place in places:
+            requests.serve(place, calling(handle, empty))
+        threads = [
+            threading.Thread(
+                target=lambda place=place: [
+                    ask(group, requests, [0] * 3, place=place) for _ in range(5)
+                ]
+            )
+            for place in places
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        meet(group)
+        return most
+
+    for most in run_on_ranks(3, run):
+        assert most == [1] * 30
+
+
 def test_closing_a_group_ends_what_it_serves():
     before = threading.active_count()
 

@@ -39,7 +39,9 @@ ON_HOST = {
     **dict.fromkeys(("StartRowSnapshot", "TakeSnapshotRows"), SNAPSHOTS),
     **dict.fromkeys(("PackNumbers", "UnpackNumbers"), BYTES),
     **dict.fromkeys(("EncodeInt8", "DecodeInt8"), BYTES),
-    **dict.fromkeys(("Request", "Serve", "Reply"), REQUESTS),
+    **dict.fromkeys(
+        ("Request", "Serve", "Reply", "SetHandler", "SetClock"), REQUESTS
+    ),
     **dict.fromkeys(
         (
             *("Barrier", "GroupOpen", "GroupClose", "GroupStats"),

@@ -259,18 +259,21 @@ class OwnerRound(Round):
 
         return run
 
-    def _scale_of(self, behind: tf.Tensor) -> tf.Tensor:
+    def _scale_of(self, behind: tf.Tensor) -> tf.Tensor | None:
         """The factor of an update, by how old the values are that it is of.
 
         Args:
             behind: int64 scalar, updates of all ranks since these values were
                 read.
+
+        Returns:
+            float32 scalar, or None if the factor is always 1.
         """
         steps = behind // len(self._bytes)
         self._requests.count_update(steps)
-        if self._steps.mode.stale_scale == "inverse":
-            return 1 / tf.cast(tf.maximum(steps, 1), tf.float32)
-        return tf.constant(1.0)
+        if self._steps.mode.stale_scale != "inverse":
+            return None
+        return 1 / tf.cast(tf.maximum(steps, 1), tf.float32)
 
     def _part(self, gradient: Gradient) -> tf.Tensor:
         """This rank's part of a gradient of the global batch."""
@@ -387,7 +390,11 @@ def _check_once(tag: int, seen: set[int], tables: Sequence[Variable]) -> None:
     )
 
 
-def _scaled(gradient: TensorOrSlices, scale: tf.Tensor) -> TensorOrSlices:
+def _scaled(
+    gradient: TensorOrSlices, scale: tf.Tensor | None
+) -> TensorOrSlices:
+    if scale is None:
+        return gradient
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient * tf.cast(scale, gradient.dtype)
     values = gradient.values * tf.cast(scale, gradient.values.dtype)
