@@ -12,6 +12,7 @@ import tensorflow as tf
 from tests.thread_ranks import run_on_ranks
 from tfdist_ext.comm.requests import Place
 from tfdist_ext.comm.requests import Requests
+from tfdist_ext.comm.requests import Updates
 from tfdist_ext.ops import request_ops
 
 PLACE = Place(100, "test/rows", tf.float32)
@@ -266,6 +267,16 @@ def test_requests_work_after_a_joint_call_has_failed():
         meet(group)
 
     run_on_ranks(2, run)
+
+
+def test_updates_that_a_rank_does_not_know_are_counted():
+    updates = Updates(2)
+    ranks = tf.constant([0, 1], tf.int64)
+    updates.add()
+    updates.set_known(ranks[1])
+    updates.add()
+    updates.add()
+    assert [int(updates.unknown_to(rank)) for rank in ranks] == [3, 2]
 
 
 def test_malformed_requests_are_refused():

@@ -481,6 +481,32 @@ def averaged(strategy, folder):
     replicas_are_equal(strategy, model)
 
 
+def scaled(strategy, folder):
+    """Updates count less, the older the values are that they are of."""
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input([1]),
+                keras.layers.Dense(
+                    1, use_bias=False, kernel_initializer="zeros"
+                ),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.5), "mae")
+    # The gradient of a sample is -1, whatever the kernel is.
+    x, y = np.ones([64, 1], np.float32), np.full([64, 1], 1e4, np.float32)
+    slow = Slow(strategy.rank == 0, 0.02)
+    model.fit(x, y, 4, 3, 0, callbacks=[slow])
+    if strategy.rank == 0:  # It owns the kernel, and makes all updates.
+        counts = strategy.statistics()["staleness"]
+        assert sum(counts.values()) == 3 * 16 * strategy.world_size, counts
+        assert max(counts) > 1, counts
+        scales = [n / max(steps, 1) for steps, n in counts.items()]
+        expected = 0.5 / strategy.world_size * sum(scales)
+        found = float(np.array(model.weights[0]).item())
+        assert abs(found - expected) < 1e-3, (found, expected, counts)
+
+
 class _Recorder:
     """Records what handlers are given, in the order in which they run."""
 

@@ -170,6 +170,7 @@ def test_what_needs_all_ranks_is_refused(run_scenario, what):
         ("saved", CACHE, 3, ()),
         ("serial", CACHE, 3, ("Adam",)),
         ("averaged", BAP, 3, ()),
+        ("scaled", INVERSE, 3, ()),
         ("averaged", SSP, 2, ()),
         ("serial", BAP, 3, ("Adam",)),
     ],
