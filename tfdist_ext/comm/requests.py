@@ -30,7 +30,8 @@ from tfdist_ext.ops import request_ops
 from tfdist_ext.type_names import Keywords
 
 _LOG = logging.getLogger("tfdist_ext")
-# Seconds between two attempts to serve, after a joint call has failed.
+# Seconds between two attempts to serve, after a joint call or an answer has
+# failed.
 _PAUSE = 0.05
 _MOST_TEXT = 2000  # of an error
 _SHOWN = 9  # numbers of staleness in logs
@@ -90,8 +91,8 @@ class Requests:
         pushed: int64 variable that is written after the updates of a step.
         known_clocks: int64 variable `[world_size]`, the clocks of all ranks, as
             far as this rank has been told.
-        staleness: int64 variable, how often an update was computed from values
-            that were so many steps old.
+        staleness: int64 variable `[n]`, how often an update was computed from
+            values that were so many steps old.
         owners: what answers lookups, by the tag of their requests. Graphs of
             steps keep these objects alive, see `keep`.
         assigned: variables that steps of this rank have assigned, to be
@@ -281,13 +282,14 @@ class Requests:
         ended = int(step)
         if ended == request_ops.LEFT:
             time.sleep(_PAUSE)  # Another joint call may follow.
-        if ended >= 0 and replies:
+        if ended >= 0 and replies:  # The message was not answered.
             request_ops.reply(
                 *(self.group, rank, tf.zeros([0], place.dtype)),
                 tag=place.tag,
                 label=place.label,
                 error=f"rank {self.group.rank}: {text}"[:_MOST_TEXT],
             )
+            time.sleep(_PAUSE)
         return ended != request_ops.ENDED
 
     def request(
