@@ -252,8 +252,6 @@ def test_a_model_is_saved_with_its_keys(tmp_path):
 
 def test_what_cannot_be_is_refused_by_name():
     vocabulary = DynamicVocabulary(9, evict="lru")
-    with pytest.raises(ValueError, match=r"prefetch_ids.*\['t'\]"):
-        layer_of(vocabulary, prefetch_ids=True)
     matrix = keras.initializers.Constant(np.ones([10, DIM]))
     with pytest.raises(ValueError, match=r"Table 't' gives the rows.*evict"):
         layer_of(vocabulary, initializer=matrix).build()

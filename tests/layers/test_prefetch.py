@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfdist_ext
 from tfdist_ext.layers import DistributedEmbedding
+from tfdist_ext.layers import DynamicVocabulary
 from tfdist_ext.layers import Embedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import FullSparse
@@ -129,6 +130,29 @@ def sequences(**options):
     return DistributedEmbedding(features, name="sequences", **options)
 
 
+def growing(**options):
+    """Numbers and strings as keys, of which some lose their rows."""
+    features = {}
+    for name, length in (("ids", None), ("dense", K)):
+        vocabulary = DynamicVocabulary(
+            ROWS // 2,
+            evict="lru",
+            full="shared_row",
+            key_dtype="string" if name == "dense" else "int64",
+        )
+        table = TableConfig(
+            name, embedding_dim=4, initializer="normal", vocabulary=vocabulary
+        )
+        shapes = (None, length), (None, 4)
+        features[name] = FeatureConfig(name, table, *shapes)
+    return DistributedEmbedding(features, name="growing", **options)
+
+
+def prepare_keys(layer, x):
+    texts = tf.strings.as_string(x["dense"])
+    return layer.preprocess({"ids": x["ids"], "dense": texts})
+
+
 def prepare_embedding(layer, x):
     weights = {
         "ids": x["weights"],
@@ -157,6 +181,7 @@ def total(rows):
 
 WAYS = {
     "embedding": (embedding, prepare_embedding),
+    "growing": (growing, prepare_keys),
     "full_sparse": (
         lambda **options: FullSparse(4, ROWS, name="full", **options),
         lambda layer, x: layer.preprocess(inputs_of(x)),

@@ -27,7 +27,7 @@ BOTH = ((2, 3), (2, 2))
             for place in BOTH
             for in_loop, options in (
                 (True, {}),
-                (False, {"prefetch_ids": True, "keys": False}),
+                (False, {"prefetch_ids": True}),
                 (False, {"wire_packing": True}),
             )
         ),

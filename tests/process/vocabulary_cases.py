@@ -56,7 +56,7 @@ def placement_of(name, ranks):
     return TablePlacement(ranks, 1, tuple(reversed(range(ranks))), True)
 
 
-def layer_of(ranks, more=0, optimizers=None):
+def layer_of(ranks, more=0, optimizers=None, **options):
     """The layer under test, with room for so many more keys."""
     features = {}
     for name, (combiner, capacity, rules) in TABLES.items():
@@ -72,7 +72,7 @@ def layer_of(ranks, more=0, optimizers=None):
         )
         shape = (None, 3, DIM) if combiner is None else (None, DIM)
         features[name] = FeatureConfig(name, table, (None, 3), shape)
-    return DistributedEmbedding(features, name="embedding")
+    return DistributedEmbedding(features, name="embedding", **options)
 
 
 class Model(keras.Model):

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
-from typing import TypeVar
 
 import tensorflow as tf
 
@@ -32,6 +29,7 @@ from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
 from tfdist_ext.embedding.owner_rows import look_up_at_owners
 from tfdist_ext.embedding.prefetched_ids import Ahead
+from tfdist_ext.embedding.prefetched_ids import exchange_ahead
 from tfdist_ext.embedding.row_copies import Found
 from tfdist_ext.embedding.rows_of_keys import rows_of_keys
 from tfdist_ext.embedding.samples_of_rows import samples_of_lists
@@ -39,7 +37,6 @@ from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.tables.checks import Storage
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.thread_context import current
-from tfdist_ext.type_names import Keywords
 from tfdist_ext.type_names import Variable
 
 
@@ -157,87 +154,6 @@ def _weights(part: Ids) -> tf.Tensor:
     return tf.concat([part.weights, tf.ones([missing])], 0)
 
 
-T = TypeVar("T")
-
-
-def exchange_ahead(
-    ask_now: Callable[[], T],
-    ask_next: Callable[[], T],
-    position: tf.Tensor,
-    name: str,
-) -> tuple[T, T]:
-    """Returns the ids that the last step exchanged; exchanges the next ones.
-
-    Stored ids carry the position of their batch, so a batch never receives the
-    ids of another one, even if a program interleaves iterators. All ranks run
-    the same steps, so all ranks find the ids or none does.
-
-    Args:
-        ask_now: exchanges this batch's ids. It is called if they are not
-            stored: for an iterator's first batch, or after another iterator.
-        ask_next: exchanges the next batch's ids. Both functions return
-            dataclasses of tensors.
-        position: int64 `[2]`, the number of the iterator and of its batch.
-        name: the name of the storage, different for each layer, and for each
-            of several inputs of one batch.
-
-    Returns:
-        The results for this batch, and those for the next batch.
-    """
-    following = ask_next()
-    kept = _tensors(following)
-    dtypes = [tensor.dtype for tensor in kept]
-    place: Keywords = {
-        "dtypes": [tf.int64, *dtypes],
-        "shared_name": name,
-    }
-
-    def take() -> list[tf.Tensor]:
-        return list(tf.raw_ops.Unstage(**place))
-
-    def nothing() -> list[tf.Tensor]:
-        return [tf.constant([0, -1], tf.int64)] + [
-            tf.zeros([0] * (tensor.shape.rank or 0), tensor.dtype)
-            for tensor in kept
-        ]
-
-    found, *taken = tf.cond(tf.raw_ops.StageSize(**place) > 0, take, nothing)
-    current = tf.cond(
-        tf.reduce_all(found == position),
-        lambda: taken,
-        lambda: _tensors(ask_now()),
-    )
-    # Both exchanges succeed on all ranks or on none. Storing only after both
-    # ensures that all ranks find the same after a bad id.
-    with tf.control_dependencies(current):
-        following_position = position + tf.constant([0, 1], tf.int64)
-        # This op is stateful, so it runs although its result is not used.
-        tf.raw_ops.Stage(values=[following_position, *kept], shared_name=name)
-    for tensor, other in zip(current, kept, strict=True):
-        tensor.set_shape(tensor.shape.merge_with([None] * other.shape.rank))
-    return _rebuilt(following, iter(current)), following
-
-
-def _tensors(value: object) -> list[tf.Tensor]:
-    """Returns the tensors of nested dataclasses and lists, in order."""
-    if tf.is_tensor(value):
-        return [value]
-    parts = value if isinstance(value, list) else _fields(value)
-    return [tensor for part in parts for tensor in _tensors(part)]
-
-
-def _rebuilt(like: Any, tensors: Iterator[tf.Tensor]) -> Any:
-    if tf.is_tensor(like):
-        return next(tensors)
-    if isinstance(like, list):
-        return [_rebuilt(part, tensors) for part in like]
-    return type(like)(*[_rebuilt(part, tensors) for part in _fields(like)])
-
-
-def _fields(value: Any) -> list[object]:
-    return [getattr(value, f.name) for f in dataclasses.fields(value)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """The result of `input_dist`, and how to pool its answer.
@@ -277,7 +193,8 @@ def pooled_lookup(
         tables: variables, this rank's part of each table.
         collectives: the strategy's collectives; None in one process.
         wire: the wire format of the results.
-        ahead: the next batch; None exchanges only this batch's ids.
+        ahead: the next batch; None exchanges only this batch's ids. If there
+            are dynamic vocabularies, its keys are exchanged and not its ids.
         learn: see `rows_of_keys`.
 
     Returns:
@@ -294,7 +211,9 @@ def pooled_lookup(
     known = None if ahead else capture.answer_of(asked)
     if known:
         return known
-    ids = rows_of_keys(asked, collectives, learn)
+    ids, remember = rows_of_keys(asked, collectives, learn, ahead)
+    if any(feature.keys is not None for feature in features):
+        ahead = None  # The keys of a batch have rows in its own step.
     results: dict[int, tf.Tensor] = {}
     for (partitioned, storage), chosen in sorted(_grouped(features).items()):
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
@@ -312,6 +231,7 @@ def pooled_lookup(
         else:
             found = local_lookup(*arguments, tables)
         results.update(zip(chosen, found, strict=True))
+    remember(list(results.values()))
     return [
         refuse_gradient(
             exchange.combine(results[i], ids[i], each), ids[i], each.name

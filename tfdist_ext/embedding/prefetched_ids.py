@@ -2,7 +2,8 @@
 """Ids that the input pipeline makes, with the ids of the next batch.
 
 A step exchanges the ids of the next batch while it computes the current batch,
-as TorchRec's `TrainPipelineSparseDist` does.
+as TorchRec's `TrainPipelineSparseDist` does. Of dynamic vocabularies it sends
+the keys of the next batch to their owners, who look them up in their own step.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import itertools
 import typing
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +24,9 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.id_layout import Layout
+from tfdist_ext.type_names import Keywords
 from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import T
 from tfdist_ext.type_names import TensorLike
 
 
@@ -315,3 +319,117 @@ def for_call(
 def is_prefetched(value: object) -> bool:
     """Whether a value is a `PrefetchedIds` or its spec."""
     return isinstance(value, PrefetchedIds | PrefetchedIds.Spec)
+
+
+def exchange_ahead(
+    ask_now: Callable[[], T],
+    ask_next: Callable[[], T],
+    position: tf.Tensor,
+    place: str,
+) -> tuple[T, T]:
+    """Returns the ids that the last step exchanged; exchanges the next ones.
+
+    Stored ids carry the position of their batch, so a batch never receives the
+    ids of another one, even if a program interleaves iterators. All ranks run
+    the same steps, so all ranks find the ids or none does.
+
+    Args:
+        ask_now: exchanges this batch's ids. It is called if they are not
+            stored: for an iterator's first batch, or after another iterator.
+        ask_next: exchanges the next batch's ids. Both functions return
+            dataclasses of tensors.
+        position: int64 `[2]`, the number of the iterator and of its batch.
+        place: the name of the storage, different for each layer, and for each
+            of several inputs of one batch.
+
+    Returns:
+        The results for this batch, and those for the next batch.
+    """
+    following = ask_next()
+    current = stored_or(ask_now, following, position, place)
+    # Both exchanges succeed on all ranks or on none.
+    store(following, _tensors(current), position, place)
+    return current, following
+
+
+def stored_or(
+    ask_now: Callable[[], T], like: Any, position: tf.Tensor, place: str
+) -> T:
+    """Returns what `store` stored for a batch, or asks for it.
+
+    Args:
+        ask_now: returns a dataclass of tensors. It is called if nothing is
+            stored, or if it was stored for another position.
+        like: the same dataclass with tensors, or their specs, of the same
+            dtypes and ranks.
+        position: int64 `[p]`, the position of the batch.
+        place: the name of the storage.
+    """
+    specs = _tensors(like)
+    storage: Keywords = {
+        "dtypes": [tf.int64, *(spec.dtype for spec in specs)],
+        "shared_name": place,
+    }
+
+    def take() -> list[tf.Tensor]:
+        return list(tf.raw_ops.Unstage(**storage))
+
+    def nothing() -> list[tf.Tensor]:
+        return [position - 1] + [
+            tf.zeros([0] * (spec.shape.rank or 0), spec.dtype) for spec in specs
+        ]
+
+    found, *taken = tf.cond(tf.raw_ops.StageSize(**storage) > 0, take, nothing)
+    current = tf.cond(
+        tf.reduce_all(found == position),
+        lambda: taken,
+        lambda: _tensors(ask_now()),
+    )
+    for tensor, spec in zip(current, specs, strict=True):
+        tensor.set_shape(tensor.shape.merge_with([None] * spec.shape.rank))
+    result: T = _rebuilt(like, iter(current))
+    return result
+
+
+def store(
+    following: object,
+    results: Sequence[tf.Tensor],
+    position: tf.Tensor,
+    place: str,
+) -> None:
+    """Stores tensors of the next batch for its step.
+
+    Args:
+        following: a dataclass of tensors.
+        results: tensors of the current batch, which all ranks have or none,
+            so that after an error all ranks have stored the tensors or none.
+        position: int64 `[p]`, the position of the current batch. Its second
+            number is that of the batch.
+        place: the name of the storage.
+    """
+    with tf.control_dependencies(results):
+        of_next = position + tf.one_hot(1, tf.size(position), dtype=tf.int64)
+        # This op is stateful, so it runs although its result is not used.
+        tf.raw_ops.Stage(
+            values=[of_next, *_tensors(following)], shared_name=place
+        )
+
+
+def _tensors(value: object) -> list[Any]:
+    """Returns the tensors of nested dataclasses and lists, in order."""
+    if tf.is_tensor(value) or isinstance(value, tf.TensorSpec):
+        return [value]
+    parts = value if isinstance(value, list) else _fields(value)
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _rebuilt(like: Any, tensors: Iterator[tf.Tensor]) -> Any:
+    if tf.is_tensor(like) or isinstance(like, tf.TensorSpec):
+        return next(tensors)
+    if isinstance(like, list):
+        return [_rebuilt(part, tensors) for part in like]
+    return type(like)(*[_rebuilt(part, tensors) for part in _fields(like)])
+
+
+def _fields(value: Any) -> list[object]:
+    return [getattr(value, f.name) for f in dataclasses.fields(value)]

@@ -16,6 +16,9 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding.capture import Lookup
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.embedding.prefetched_ids import Ahead
+from tfdist_ext.embedding.prefetched_ids import store
+from tfdist_ext.embedding.prefetched_ids import stored_or
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.ops import vocabulary_ops
 from tfdist_ext.patching import Need
@@ -111,6 +114,8 @@ def in_step(
     return found
 
 
+# Stores what was sent of the next batch, after the results of this one.
+Remember = Callable[[Sequence[tf.Tensor]], None]
 # Rows for every list of keys; and, for every vocabulary, rows that lost a key.
 _Rows = tuple[list[tf.Tensor], list[tf.Tensor]]
 
@@ -123,11 +128,13 @@ class _Asked:
         keys: the `KeyShard` of every vocabulary.
         lists: lists of keys, each int64 `[n]` or `[n, 2]`.
         of_list: the index of every list's vocabulary, ascending.
+        features: the indices of the features of the lists, in order.
     """
 
     keys: list[Any]
     lists: list[tf.Tensor]
     of_list: list[int]
+    features: list[int]
 
     @property
     def handles(self) -> list[tf.Tensor]:
@@ -138,9 +145,38 @@ class _Asked:
         return [each.steps for each in self.keys]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Questions:
+    """Keys that the ranks have sent to each other.
+
+    Attributes:
+        payload: uint8 `[B]`, the keys that all ranks ask of this rank.
+        splits: int64 `[world_size]`, the bytes of each rank.
+        positions, places, asked: this rank's keys, see `ask_keys`.
+    """
+
+    payload: tf.Tensor
+    splits: tf.Tensor
+    positions: tf.Tensor
+    places: tf.Tensor
+    asked: tf.Tensor
+
+
+_SPECS = _Questions(
+    tf.TensorSpec([None], tf.uint8),
+    tf.TensorSpec([None], tf.int64),
+    tf.TensorSpec([None], tf.int32),
+    tf.TensorSpec([None], tf.int32),
+    tf.TensorSpec([None, None], tf.int64),
+)
+
+
 def rows_of_keys(
-    lookup: Lookup, collectives: Collectives | None, learn: bool
-) -> list[Sequence[Ids]]:
+    lookup: Lookup,
+    collectives: Collectives | None,
+    learn: bool,
+    ahead: Ahead | None = None,
+) -> tuple[list[Sequence[Ids]], Remember]:
     """Replaces keys of dynamic vocabularies by rows, or by -1 if there is none.
 
     Args:
@@ -149,9 +185,14 @@ def rows_of_keys(
         collectives: the strategy's collectives; None in one process.
         learn: whether keys are counted and admitted. They are also counted
             and admitted whenever a gradient tape may record.
+        ahead: the next batch, whose keys are sent to their owners. They find
+            and count them in the step of that batch. None sends only this
+            batch's keys.
 
     Returns:
-        Per feature, the lists whose results are summed.
+        Per feature, the lists whose results are summed; and a function that
+        stores what was sent of the next batch, to be called with the results
+        of the lookup.
 
     Raises:
         tf.errors.FailedPreconditionError: on every rank, if a vocabulary is
@@ -161,25 +202,27 @@ def rows_of_keys(
     learn = learn or internals.is_recording()
     found = list(ids)
     places = _places(features)
+    remember: Remember = _nothing
     if not places:
-        return found
+        return found, remember
     of_features = [features[f].keys for f in places]
     keys = list({id(each): each for each in of_features}.values())
     asked = _Asked(
         keys,
-        [as_numbers(part.values) for f in places for part in ids[f]],
+        _lists(ids, places),
         [
             keys.index(each)
             for f, each in zip(places, of_features, strict=True)
             for _ in ids[f]
         ],
+        places,
     )
     if collectives is None:
         rows, resets = _look_here(asked, learn)
     else:
         with collectives.one_call(f"{lookup.wire.label}/keys") as end:
-            rows, resets = _ask_owners(
-                asked, collectives, lookup.wire.label, learn
+            (rows, resets), remember = _ask_owners(
+                asked, collectives, lookup.wire.label, learn, ahead
             )
             end(rows)
         if collectives.step is not None:
@@ -192,7 +235,7 @@ def rows_of_keys(
         found[f] = [
             dataclasses.replace(part, values=next(parts)) for part in ids[f]
         ]
-    return found
+    return found, remember
 
 
 def _places(features: Sequence[Feature]) -> list[int]:
@@ -202,6 +245,13 @@ def _places(features: Sequence[Feature]) -> list[int]:
         order.setdefault(id(feature.keys), len(order))
     chosen = [f for f, each in enumerate(features) if each.keys is not None]
     return sorted(chosen, key=lambda f: order[id(features[f].keys)])
+
+
+def _lists(
+    ids: Sequence[Sequence[Ids]], places: Sequence[int]
+) -> list[tf.Tensor]:
+    """Returns the lists of keys of some features."""
+    return [as_numbers(part.values) for f in places for part in ids[f]]
 
 
 def as_numbers(values: tf.Tensor) -> tf.Tensor:
@@ -226,16 +276,74 @@ def _look_here(asked: _Asked, learn: bool) -> _Rows:
 
 
 def _ask_owners(
-    asked: _Asked, collectives: Collectives, label: str, learn: bool
-) -> _Rows:
+    asked: _Asked,
+    collectives: Collectives,
+    label: str,
+    learn: bool,
+    ahead: Ahead | None,
+) -> tuple[_Rows, Remember]:
+    def ask() -> _Questions:
+        return _sent(asked, collectives, f"{label}/keys")
+
+    if ahead is None:
+        return _answered(asked, ask(), collectives, label, learn), _nothing
+    position = _position(asked, ahead)
+    questions = stored_or(ask, _SPECS, position, ahead.place)
+    rows = _answered(asked, questions, collectives, label, learn)
+    # The op that makes the next keys unique is created after the op that
+    # answers this batch's, so TensorFlow runs it later.
+    of_next = dataclasses.replace(
+        asked, lists=_lists(ahead.ids, asked.features)
+    )
+    following = _sent(of_next, collectives, f"{label}/next/keys")
+
+    def remember(results: Sequence[tf.Tensor]) -> None:
+        store(following, results, position, ahead.place)
+
+    return rows, remember
+
+
+def _nothing(results: Sequence[tf.Tensor]) -> None:
+    """Stores nothing, as there is no next batch."""
+
+
+def _position(asked: _Asked, ahead: Ahead) -> tf.Tensor:
+    """Returns the position of a batch, and which ranks own its keys.
+
+    A checkpoint that is read between two steps may change the owners.
+
+    Returns:
+        int64 `[2 + 3 V]`: the position of the batch and, for each of V
+        vocabularies, the number of its buckets and its hash key.
+    """
+    owners = [
+        vocabulary_ops.vocabulary_counts(handle)[6:] for handle in asked.handles
+    ]
+    return tf.concat([ahead.position, *owners], 0)
+
+
+def _sent(asked: _Asked, collectives: Collectives, label: str) -> _Questions:
     payload, splits, *places = vocabulary_ops.ask_keys(
         asked.handles, asked.lists, asked.of_list
     )
-    payload, splits = collectives.all_to_all(payload, splits, f"{label}/keys")
+    payload, splits = collectives.all_to_all(payload, splits, label)
+    return _Questions(payload, splits, *places)
 
+
+def _answered(
+    asked: _Asked,
+    questions: _Questions,
+    collectives: Collectives,
+    label: str,
+    learn: bool,
+) -> _Rows:
     def answer(advance: bool) -> tuple[tf.Tensor, tf.Tensor]:
         return vocabulary_ops.answer_keys(
-            asked.handles, payload, splits, learn=learn, advance=advance
+            asked.handles,
+            questions.payload,
+            questions.splits,
+            learn=learn,
+            advance=advance,
         )
 
     answers, answer_splits = in_step(asked.steps, learn, answer)
@@ -248,7 +356,9 @@ def _ask_owners(
         asked.of_list,
         answers,
         answer_splits,
-        *places,
+        questions.positions,
+        questions.places,
+        questions.asked,
     )
 
 

@@ -107,7 +107,6 @@ class DistributedEmbedding(DynamicTables):
         del table_stacking, update_stats
         self._configs = FeatureConfigs.of(feature_configs)
         self._variables: list[Variable] = []
-        self._refuse_prefetched_keys(self._configs.tables)
         self.plan = self._given_plan = plan
         self.plan_given = plan is not None
 

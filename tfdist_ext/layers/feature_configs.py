@@ -324,16 +324,6 @@ class DynamicTables(SparseLayer):
         super().__init__(**kwargs)
         self._keys: dict[str, KeyShard] = {}
 
-    def _refuse_prefetched_keys(self, tables: Sequence[TableConfig]) -> None:
-        growing = [table.name for table in tables if table.vocabulary]
-        if self.prefetch_ids and growing:
-            raise ValueError(
-                f"Layer '{self.name}': prefetch_ids=True asks for rows one "
-                "step ahead, and a dynamic vocabulary may give these rows to "
-                "other keys before they are looked up. Leave it out, or put "
-                f"the tables {growing} into a layer of their own."
-            )
-
     def _add_keys(
         self,
         tables: Sequence[TableConfig],
