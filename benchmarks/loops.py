@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ways to run training steps: a custom loop and Keras `fit`."""
+"""Ways to run training steps: custom loops and Keras `fit`."""
 
 import functools
 import time
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 from typing import Protocol
 
@@ -83,6 +84,19 @@ class Trainee:
             for step in steps
         ]
 
+    def distributed(
+        self, inputs: list[Inputs]
+    ) -> tf.distribute.DistributedDataset:
+        """Returns a dataset that repeats batches of this rank."""
+        parts = [tf.data.Dataset.from_tensors(batch) for batch in inputs]
+        whole = functools.reduce(tf.data.Dataset.concatenate, parts).repeat()
+        variant, model = self.variant, self.model
+        if hasattr(variant, "preprocess"):  # stock has nothing like it
+            whole = whole.map(lambda x, y: (variant.preprocess(model, x), y))
+        return variant.strategy.distribute_datasets_from_function(
+            lambda _: whole
+        )
+
     def dense(self) -> tuple[np.ndarray, ...]:
         """Returns the dense variables, in the order of the reference."""
         return tuple(
@@ -153,6 +167,30 @@ class CustomLoop:
         return loss
 
 
+class DatasetLoop(CustomLoop):
+    """A custom loop that reads its batches from a distributed dataset."""
+
+    def __init__(self, trainee: Trainee):
+        super().__init__(trainee)
+        self._inputs: list[Inputs] = []
+        self._batches: Iterator[Inputs] = iter([])
+
+    def run(
+        self, inputs: list[Inputs], count: int
+    ) -> tuple[list[float], list[float]]:
+        """Runs `count` steps; the same `inputs` go on where they were."""
+        if inputs is not self._inputs:
+            self._inputs = inputs
+            self._batches = iter(self.trainee.distributed(inputs))
+        losses = []
+
+        def step(index: int) -> None:
+            del index
+            losses.append(float(self.step(*next(self._batches))))
+
+        return measure.time_steps(step, count), losses
+
+
 class FitLoop:
     """`model.fit` without validation, metrics or progress bar.
 
@@ -180,7 +218,7 @@ class FitLoop:
         """
         timer = StepTimer()
         self.trainee.model.fit(
-            self._distributed(inputs),
+            self.trainee.distributed(inputs),
             epochs=1,
             steps_per_epoch=count,
             verbose=0,
@@ -188,17 +226,6 @@ class FitLoop:
         )
         self.cpu_seconds = timer.cpu_seconds
         return timer.seconds, []
-
-    def _distributed(
-        self, inputs: list[Inputs]
-    ) -> tf.distribute.DistributedDataset:
-        parts = [tf.data.Dataset.from_tensors(batch) for batch in inputs]
-        whole = functools.reduce(tf.data.Dataset.concatenate, parts).repeat()
-        variant, model = self.trainee.variant, self.trainee.model
-        strategy = variant.strategy
-        if hasattr(variant, "preprocess"):  # stock has nothing like it
-            whole = whole.map(lambda x, y: (variant.preprocess(model, x), y))
-        return strategy.distribute_datasets_from_function(lambda _: whole)
 
 
 class StepTimer(tf.keras.callbacks.Callback):
@@ -226,4 +253,4 @@ class StepTimer(tf.keras.callbacks.Callback):
         self.last_cpu = now
 
 
-LOOPS = {"custom": CustomLoop, "fit": FitLoop}
+LOOPS = {"custom": CustomLoop, "dataset": DatasetLoop, "fit": FitLoop}

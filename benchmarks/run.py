@@ -96,7 +96,12 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--learning-rate", type=float, default=0.1, help="its rate (0.1)"
     )
-    choice("--loop", ("custom", "fit"), "custom", "custom loop or Keras fit")
+    choice(
+        "--loop",
+        ("custom", "dataset", "fit"),
+        "custom",
+        "custom loop on prepared tensors or on a dataset, or Keras fit",
+    )
     choice("--keras", ("2", "3"), "3", "2 is tf_keras")
     choice("--input", ("ids", "ragged", "sparse"), "ids", "input of ours")
     dtypes = ("float32", "bfloat16", "float16")
@@ -108,7 +113,7 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefetch-ids",
         action="store_true",
-        help="ids travel a step ahead, ours with --loop fit",
+        help="ids are sent a step ahead; ours, with --loop dataset or fit",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the data (0)")
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabularies that grow: what a key costs, and how full they get.
+"""Dynamic vocabularies: what a key costs, and how full they get.
 
     python -m benchmarks.vocabulary [--capacity 25000000] [--steps 200]
+    python -m benchmarks.vocabulary --capacity 0 --ranks 2 --egress 150mbps
 
-Trains `timelines` on fixed tables and on tables that grow, in turns. Fills one
-rank's share of a vocabulary of 4 ranks, looks its keys up, and lets others
-evict them; then tells at which share of the capacity the first bucket of a
-vocabulary is full.
+Trains `timelines` on fixed and on dynamic tables in turns, without and with
+`prefetch_ids`. Fills one rank's share of a vocabulary of 4 ranks, looks its
+keys up, and evicts them; then prints at which share of the capacity the first
+bucket of a vocabulary is full.
 """
 
 import argparse
+import contextlib
 import pathlib
 import statistics
 import sys
@@ -21,6 +23,7 @@ import tensorflow as tf
 from benchmarks import launch
 from benchmarks import network
 from benchmarks import run
+from benchmarks.vocabulary_rank import KINDS
 from tfdist_ext.ops import vocabulary_ops
 from tfdist_ext.tables.table_config import DynamicVocabulary
 
@@ -90,51 +93,72 @@ def fill_of_first(capacity: int) -> float:
 
 
 def cost_of_step(
-    ranks: int, options: dict[str, int], output: pathlib.Path
-) -> tuple[float, float, float]:
-    """Milliseconds of a processor that a rank takes for a step.
+    ranks: int,
+    options: dict[str, int],
+    egress: str | None,
+    output: pathlib.Path,
+) -> dict[str, list[dict[str, float]]]:
+    """Measures steps of each kind of table.
 
     Args:
         ranks: processes.
         options: "batch", "warm_up", "steps" and "rounds" of each kind.
-        output: where the folder of the job is made.
+        egress: limit of each rank's link, see `network.namespaces`; None for
+            loopback.
+        output: folder in which the folder of the job is created.
 
     Returns:
-        Medians of the rounds: with fixed tables, with tables that grow, and
-        the quotient.
+        For each of `vocabulary_rank.KINDS`, means over the ranks in every
+        round, see `measure.per_step`.
 
     Raises:
         SystemExit: if a rank fails.
     """
-    outcome = launch.run_job(
-        "vocabulary",
-        {"workload": "timelines", "seed": 0, **options},
-        network.loopback(ranks),
-        run.new_folder(output, f"vocabulary-{ranks}") / "job",
-        600.0,
-    )
+    place = contextlib.nullcontext(network.loopback(ranks))
+    with network.namespaces(ranks, egress) if egress else place as net:
+        outcome = launch.run_job(
+            "vocabulary",
+            {"workload": "timelines", "seed": 0, **options},
+            net,
+            run.new_folder(output, f"vocabulary-{ranks}") / "job",
+            600.0,
+        )
     if outcome.status != "ok":
         sys.exit(f"{outcome.status}: {outcome.reason}")
-    rounds = [
-        [
-            statistics.mean(turn[name]["cpu_ms"] for turn in of_ranks)
-            for name in ("fixed", "growing")
-        ]
-        for of_ranks in zip(
-            *(result["rounds"] for result in outcome.results), strict=True
-        )
-    ]
-    fixed, growing = zip(*rounds, strict=True)
-    quotients = [b / a for a, b in rounds]
-    return (
-        statistics.median(fixed),
-        statistics.median(growing),
-        statistics.median(quotients),
+    rounds = list(
+        zip(*(result["rounds"] for result in outcome.results), strict=True)
     )
+    return {
+        kind: [
+            {
+                name: statistics.mean(turn[kind][name] for turn in of_ranks)
+                for name in ("cpu_ms", "wall_ms")
+            }
+            for of_ranks in rounds
+        ]
+        for kind in KINDS
+    }
+
+
+def print_cost(ranks: int, found: dict[str, list[dict[str, float]]]) -> None:
+    """Prints medians of the rounds, and those of quotients in a round."""
+    for kind, rounds in found.items():
+        line = f"  {ranks:5d}  {kind:15s}"
+        fixed = found["fixed, ahead" if "ahead" in kind else "fixed"]
+        for name in ("cpu_ms", "wall_ms"):
+            value = statistics.median(turn[name] for turn in rounds)
+            more = statistics.median(
+                turn[name] / base[name]
+                for turn, base in zip(rounds, fixed, strict=True)
+            )
+            line += f"{value:10.2f}" + (
+                f"{more - 1:8.0%}" if rounds is not fixed else " " * 8
+            )
+        print(line)
 
 
 def main() -> None:
-    """Prints all three."""
+    """Prints the cost of a step, of a key, and how full tables get."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -148,13 +172,18 @@ def main() -> None:
         "--capacity", type=int, default=25_000_000, help="0: steps only"
     )
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument(
+        "--egress",
+        help="limit of each rank's link, such as 150mbps; none: loopback",
+    )
     options = parser.parse_args()
     turns = {"batch": 256, "warm_up": 40, "steps": 30, "rounds": options.rounds}
-    print("a rank's step of `timelines`, milliseconds of a processor")
-    print("  ranks   fixed tables   that grow    more")
+    print("a step of `timelines`: milliseconds of a rank's processor time and")
+    print("of the clock, and how many more than with fixed tables")
+    print("  ranks  tables         processor    more     clock    more")
     for ranks in options.ranks:
-        fixed, growing, more = cost_of_step(ranks, turns, options.output)
-        print(f"  {ranks:5d}{fixed:15.2f}{growing:12.2f}{more - 1:8.0%}")
+        egress = options.egress if ranks > 1 else None
+        print_cost(ranks, cost_of_step(ranks, turns, egress, options.output))
     if not options.capacity:
         return
     print(f"one of {_RANKS} ranks, {options.capacity} keys of its own:")

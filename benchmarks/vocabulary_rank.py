@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task of a rank: fixed tables and those that grow, step by step in turns.
+"""The task of a rank: trains fixed and dynamic tables in turns.
 
-Both see the same ids, which are row numbers to one and keys to the other.
+Both read the same ids, which are row numbers to one and keys to the other.
 """
 
 from typing import Any
@@ -23,12 +23,15 @@ from tfdist_ext.layers import TableConfig
 
 
 class Variant:
-    """A `DistributedEmbedding` of all tables by row, which may grow."""
+    """A `DistributedEmbedding` of all tables by row, fixed or dynamic."""
 
     def __init__(
-        self, strategy: tfdist_ext.HybridParallelStrategy, grows: bool
+        self,
+        strategy: tfdist_ext.HybridParallelStrategy,
+        grows: bool,
+        ahead: bool,
     ) -> None:
-        self.strategy, self._grows = strategy, grows
+        self.strategy, self._grows, self._ahead = strategy, grows, ahead
 
     def make_model(self, workload: workloads.Workload) -> models.SparseTower:
         """Builds the model; call inside the strategy's scope."""
@@ -42,6 +45,13 @@ class Variant:
         """Ids `[n, hotness]` as they are."""
         del table
         return tf.constant(ids)
+
+    def preprocess(self, model: models.SparseTower, features: Any) -> Any:
+        """What the input pipeline does to the features of a batch."""
+        if not self._ahead:
+            return features
+        assert model.joined is not None
+        return model.joined.preprocess(list(features))
 
     def exact_lookup(self, layer: Any, feature: Any) -> tf.Tensor:
         """Is not needed: nothing rounds, and nobody asks."""
@@ -64,29 +74,36 @@ class Variant:
         return FeatureConfig(config.name, config, *shapes)
 
     def _layer(self, features: list[Any]) -> DistributedEmbedding:
-        layer = DistributedEmbedding(list(features), name="embedding")
+        layer = DistributedEmbedding(
+            list(features), name="embedding", prefetch_ids=self._ahead
+        )
         layer.build()
         return layer
 
 
-def run_rank(context: rank.RankContext) -> dict[str, Any]:
-    """Returns per round the milliseconds of a step, of both.
+# Kinds of tables: whether they are dynamic, and whether ids are sent ahead.
+KINDS = {
+    "fixed": (False, False),
+    "dynamic": (True, False),
+    "fixed, ahead": (False, True),
+    "dynamic, ahead": (True, True),
+}
 
-    Raises:
-        rank.CheckError: the two do not learn alike.
-    """
+
+def run_rank(context: rank.RankContext) -> dict[str, Any]:
+    """Returns the milliseconds of a step of each kind, in every round."""
     context.barrier("started")
     options = context.options
     strategy = tfdist_ext.HybridParallelStrategy()
     workload = workloads.WORKLOADS[options["workload"]]
     timed = {}
-    for name in ("fixed", "growing"):
+    for name, kind in KINDS.items():
         trainee = loops.Trainee(
-            Variant(strategy, name == "growing"),
+            Variant(strategy, *kind),
             workload,
             options["batch"] * context.ranks,
         )
-        loop = loops.CustomLoop(trainee)
+        loop = loops.DatasetLoop(trainee)
         first = training.FIRST_TIMED_STEP
         inputs = trainee.local_inputs(
             context, range(first, first + training.DISTINCT_BATCHES)

@@ -78,15 +78,16 @@ def test_every_batch_knows_the_next_one(rank):
         for batch, following in itertools.pairwise(found):
             assert_equal_lists(batch.ahead[0], following.now)
         last = found[-1].ahead[0]
-        assert all(int(tf.size(splits)) == 1 for splits in last.row_splits)
+        assert all(int(tf.size(each.row_splits)) == 1 for each in last.lists)
     assert int(next(iter(local)).position[0]) not in numbers
 
 
 def assert_equal_lists(first, second):
-    for field in ("values", "row_splits", "weights"):
-        pairs = zip(getattr(first, field), getattr(second, field), strict=True)
-        for one, other in pairs:
-            np.testing.assert_array_equal(one, other)
+    for one, other in zip(first.lists, second.lists, strict=True):
+        for field in ("values", "row_splits", "weights"):
+            np.testing.assert_array_equal(
+                getattr(one, field), getattr(other, field)
+            )
 
 
 def test_ranks_together_look_up_every_sample():

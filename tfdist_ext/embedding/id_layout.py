@@ -7,7 +7,7 @@ ids determines the dimensions of the results.
 
 from __future__ import annotations
 
-import typing
+import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -15,7 +15,8 @@ import tensorflow as tf
 from tfdist_ext.type_names import TensorLike
 
 
-class Layout(tf.experimental.BatchableExtensionType):
+@dataclasses.dataclass(frozen=True)
+class Layout:
     """The dimensions of a feature's results, except the last one.
 
     Attributes:
@@ -30,9 +31,9 @@ class Layout(tf.experimental.BatchableExtensionType):
 
     count: tf.Tensor
     inner: tf.Tensor
-    sizes: typing.Tuple[int, ...]  # noqa: UP006 (ExtensionType)
-    splits: typing.Tuple[tf.Tensor, ...] = ()  # noqa: UP006
-    pad: typing.Tuple[int, ...] = ()  # noqa: UP006
+    sizes: tuple[int, ...]
+    splits: tuple[tf.Tensor, ...] = ()
+    pad: tuple[int, ...] = ()
 
     @property
     def lists_per_sample(self) -> tf.Tensor:

@@ -214,6 +214,24 @@ def pooled_lookup(
     ids, remember = rows_of_keys(asked, collectives, learn, ahead)
     if any(feature.keys is not None for feature in features):
         ahead = None  # The keys of a batch have rows in its own step.
+    results = _results(ids, asked, collectives, ahead)
+    remember(results)
+    return [
+        refuse_gradient(
+            exchange.combine(results[i], ids[i], each), ids[i], each.name
+        )
+        for i, each in enumerate(features)
+    ]
+
+
+def _results(
+    ids: Sequence[Sequence[Ids]],
+    asked: Lookup,
+    collectives: Collectives | None,
+    ahead: Ahead | None,
+) -> list[tf.Tensor]:
+    """Returns per feature the sums of the rows of `ids`, not yet combined."""
+    features, tables, wire = asked.features, asked.tables, asked.wire
     results: dict[int, tf.Tensor] = {}
     for (partitioned, storage), chosen in sorted(_grouped(features).items()):
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
@@ -231,13 +249,7 @@ def pooled_lookup(
         else:
             found = local_lookup(*arguments, tables)
         results.update(zip(chosen, found, strict=True))
-    remember(list(results.values()))
-    return [
-        refuse_gradient(
-            exchange.combine(results[i], ids[i], each), ids[i], each.name
-        )
-        for i, each in enumerate(features)
-    ]
+    return [results[i] for i in range(len(features))]
 
 
 def _grouped(

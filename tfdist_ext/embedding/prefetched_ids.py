@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import typing
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -30,13 +31,78 @@ from tfdist_ext.type_names import T
 from tfdist_ext.type_names import TensorLike
 
 
-class IdLists(tf.experimental.BatchableExtensionType):
-    """Several lists of ids, see `Ids`, as a type that tf.data can batch."""
+@dataclasses.dataclass(frozen=True)
+class IdLists:
+    """The ids of a batch.
 
-    values: typing.Tuple[tf.Tensor, ...]  # noqa: UP006 (ExtensionType)
-    row_splits: typing.Tuple[tf.Tensor, ...]  # noqa: UP006
-    weights: typing.Tuple[tf.Tensor, ...]  # noqa: UP006
-    samples: tf.Tensor  # int64 scalar, the size of the batch
+    Attributes:
+        lists: the lists of all features.
+        samples: int64 scalar, the size of the batch.
+    """
+
+    lists: tuple[Ids, ...]
+    samples: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What the tensors of a `PrefetchedIds` are; see there."""
+
+    now: IdLists
+    position: tf.Tensor
+    layouts: tuple[Layout, ...]
+    ahead: tuple[IdLists, ...]
+
+    def tensors(self) -> list[tf.Tensor]:
+        """Returns all tensors, in an order that `of` knows."""
+        return [
+            *_tensors_of(self.now),
+            self.position,
+            *(
+                tensor
+                for each in self.layouts
+                for tensor in (each.count, each.inner, *each.splits)
+            ),
+            *(tensor for each in self.ahead for tensor in _tensors_of(each)),
+        ]
+
+    def form(self) -> str:
+        """Returns what is needed to find the parts among the tensors."""
+        layouts = [(o.sizes, len(o.splits), o.pad) for o in self.layouts]
+        return json.dumps([len(self.now.lists), layouts, len(self.ahead)])
+
+    @classmethod
+    def of(cls, tensors: Sequence[tf.Tensor], form: str) -> _Parts:
+        """Returns the parts of tensors, or the specs of parts of specs."""
+        rest = iter(tensors)
+        count, layouts, ahead = json.loads(form)
+        return cls(
+            _lists_of(rest, count),
+            next(rest),
+            tuple(
+                Layout(
+                    next(rest),
+                    next(rest),
+                    tuple(sizes),
+                    tuple(itertools.islice(rest, splits)),
+                    tuple(pad),
+                )
+                for sizes, splits, pad in layouts
+            ),
+            tuple(_lists_of(rest, count) for _ in range(ahead)),
+        )
+
+
+def _tensors_of(ids: IdLists) -> list[tf.Tensor]:
+    lists = [(x.values, x.row_splits, x.weights) for x in ids.lists]
+    return [*itertools.chain(*lists), ids.samples]
+
+
+def _lists_of(tensors: Iterator[tf.Tensor], count: int) -> IdLists:
+    lists = tuple(
+        Ids(next(tensors), next(tensors), next(tensors)) for _ in range(count)
+    )
+    return IdLists(lists, next(tensors))
 
 
 class PrefetchedIds(
@@ -45,15 +111,13 @@ class PrefetchedIds(
     """Ids of all features of a layer, made by its `preprocess`.
 
     Keras passes it to the layer like a tensor, and slices it by samples like a
-    RaggedTensor.
+    RaggedTensor. All tensors are in one tuple, because TensorFlow takes
+    milliseconds to create nested extension types in eager code.
 
     Attributes:
-        now: the ids of this batch.
-        ahead: the ids of the next batch of the same iterator, as a tuple of
-            one element; empty without `with_next`.
-        position: int64 `[2]`, the number of the iterator and of its batch.
+        tensors: the tensors of all parts, see `_Parts`.
+        form: the static part of the parts.
         counts: the number of lists of each feature.
-        layouts: the layout of the results of each feature.
         which: its index among the `PrefetchedIds` of a dataset element.
     """
 
@@ -65,28 +129,51 @@ class PrefetchedIds(
         @property
         def shape(self: Any) -> tf.TensorShape:
             """The shape that Keras reads, see `PrefetchedIds.shape`."""
-            return _shape_for_keras(self.layouts)
+            parts = _Parts.of(self.tensors, self.form)
+            return _shape_for_keras(parts.layouts)
 
         def empty(self: Any) -> PrefetchedIds:
             """Returns an empty batch."""
-            now = IdLists(
-                tuple(tf.zeros([0], each.dtype) for each in self.now.values),
-                tuple(
-                    tf.zeros([1], each.dtype) for each in self.now.row_splits
-                ),
-                tuple(tf.zeros([0], each.dtype) for each in self.now.weights),
-                tf.zeros([], tf.int64),
+            parts = _Parts.of(self.tensors, self.form)
+            lists = [
+                Ids(
+                    tf.zeros([0], each.values.dtype),
+                    tf.zeros([1], each.row_splits.dtype),
+                    tf.zeros([0], each.weights.dtype),
+                )
+                for each in parts.now.lists
+            ]
+            return _made(
+                IdLists(tuple(lists), tf.zeros([], tf.int64)),
+                tf.zeros([2], tf.int64),
+                self.counts,
+                [id_layout.empty(each) for each in parts.layouts],
             )
-            layouts = tuple(id_layout.empty(each) for each in self.layouts)
-            position = tf.zeros([2], tf.int64)
-            return PrefetchedIds(now, (), position, self.counts, layouts)
 
-    now: IdLists
-    ahead: typing.Tuple[IdLists, ...]  # noqa: UP006
-    position: tf.Tensor
+    tensors: typing.Tuple[tf.Tensor, ...]  # noqa: UP006 (ExtensionType)
+    form: str
     counts: typing.Tuple[int, ...]  # noqa: UP006
-    layouts: typing.Tuple[Layout, ...]  # noqa: UP006
     which: int = 0
+
+    @property
+    def now(self) -> IdLists:
+        """The ids of this batch."""
+        return _Parts.of(self.tensors, self.form).now
+
+    @property
+    def ahead(self) -> tuple[IdLists, ...]:
+        """The ids of the next batch of the iterator; empty without it."""
+        return _Parts.of(self.tensors, self.form).ahead
+
+    @property
+    def position(self) -> tf.Tensor:
+        """int64 `[2]`, the number of the iterator and of its batch."""
+        return _Parts.of(self.tensors, self.form).position
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layout of the results of each feature."""
+        return _Parts.of(self.tensors, self.form).layouts
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -105,20 +192,38 @@ class PrefetchedIds(
     def __getitem__(self, samples: slice) -> PrefetchedIds:
         """Returns consecutive samples, without ids of the next batch."""
         start, stop = samples.start, samples.stop
-        parts = [
+        parts = _Parts.of(self.tensors, self.form)
+        lists = [
             _cut(
-                part,
-                id_layout.lists_before(each, start),
-                id_layout.lists_before(each, stop),
+                each,
+                id_layout.lists_before(layout, start),
+                id_layout.lists_before(layout, stop),
             )
-            for lists, each in zip(
-                of_features(self.now, self.counts), self.layouts, strict=True
+            for of_feature, layout in zip(
+                of_features(parts.now, self.counts), parts.layouts, strict=True
             )
-            for part in lists
+            for each in of_feature
         ]
-        lists = _id_lists(parts, tf.cast(stop - start, tf.int64))
-        layouts = tuple(id_layout.cut(o, start, stop) for o in self.layouts)
-        return PrefetchedIds(lists, (), self.position, self.counts, layouts)
+        return _made(
+            IdLists(tuple(lists), tf.cast(stop - start, tf.int64)),
+            parts.position,
+            self.counts,
+            [id_layout.cut(o, start, stop) for o in parts.layouts],
+        )
+
+
+def _made(
+    now: IdLists,
+    position: tf.Tensor,
+    counts: Sequence[int],
+    layouts: Sequence[Layout],
+    ahead: tuple[IdLists, ...] = (),
+    which: int = 0,
+) -> PrefetchedIds:
+    parts = _Parts(now, position, tuple(layouts), ahead)
+    return PrefetchedIds(
+        tuple(parts.tensors()), parts.form(), tuple(counts), which
+    )
 
 
 def _shape_for_keras(layouts: Sequence[Layout]) -> tf.TensorShape:
@@ -148,37 +253,18 @@ def bundle(
     samples = first.count
     if first.splits:
         samples = tf.size(first.splits[0], tf.int64) - 1
-    return PrefetchedIds(
-        _id_lists([part for lists in ids for part in lists], samples),
-        (),
+    return _made(
+        IdLists(tuple(itertools.chain(*ids)), samples),
         tf.zeros([2], tf.int64),
         tuple(map(len, ids)),
-        tuple(layouts),
+        layouts,
     )
 
 
-def of_features(lists: IdLists, counts: Sequence[int]) -> list[list[Ids]]:
+def of_features(ids: IdLists, counts: Sequence[int]) -> list[list[Ids]]:
     """Returns for every feature the lists whose results are summed."""
-    parts = iter(_lists(lists))
-    return [[next(parts) for _ in range(count)] for count in counts]
-
-
-def _id_lists(parts: Sequence[Ids], samples: tf.Tensor) -> IdLists:
-    return IdLists(
-        tuple(part.values for part in parts),
-        tuple(part.row_splits for part in parts),
-        tuple(part.weights for part in parts),
-        samples,
-    )
-
-
-def _lists(lists: IdLists) -> list[Ids]:
-    return [
-        Ids(*parts)
-        for parts in zip(
-            lists.values, lists.row_splits, lists.weights, strict=True
-        )
-    ]
+    lists = iter(ids.lists)
+    return [list(itertools.islice(lists, count)) for count in counts]
 
 
 def _cut(ids: Ids, start: tf.Tensor, stop: tf.Tensor) -> Ids:
@@ -248,13 +334,12 @@ def _pair(spec: Nest, *tensors: tf.Tensor) -> Nest:
     def unite(last: TensorLike, following: TensorLike) -> TensorLike:
         if not isinstance(last, PrefetchedIds):
             return last
-        ahead = (following.now,)
-        return PrefetchedIds(
+        return _made(
             last.now,
-            ahead,
             position,
             last.counts,
             last.layouts,
+            (following.now,),
             next(number),
         )
 
@@ -307,13 +392,16 @@ def for_call(
     """
     if not is_prefetched(inputs):
         return None
-    ahead = None
-    if inputs.ahead and place is not None:
-        following = of_features(inputs.ahead[0], inputs.counts)
-        samples = (inputs.now.samples, inputs.ahead[0].samples)
-        kept_at = f"{place()}/{inputs.which}"
-        ahead = Ahead(following, samples, inputs.position, kept_at)
-    return of_features(inputs.now, inputs.counts), ahead
+    ahead, parts = None, _Parts.of(inputs.tensors, inputs.form)
+    if parts.ahead and place is not None:
+        (following,) = parts.ahead
+        ahead = Ahead(
+            of_features(following, inputs.counts),
+            (parts.now.samples, following.samples),
+            parts.position,
+            f"{place()}/{inputs.which}",
+        )
+    return of_features(parts.now, inputs.counts), ahead
 
 
 def is_prefetched(value: object) -> bool:

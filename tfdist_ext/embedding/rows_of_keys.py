@@ -198,25 +198,13 @@ def rows_of_keys(
         tf.errors.FailedPreconditionError: on every rank, if a vocabulary is
             full.
     """
-    ids, features = lookup.ids, lookup.features
+    ids = lookup.ids
     learn = learn or internals.is_recording()
     found = list(ids)
-    places = _places(features)
     remember: Remember = _nothing
-    if not places:
+    asked = _asked(ids, lookup.features)
+    if not asked.features:
         return found, remember
-    of_features = [features[f].keys for f in places]
-    keys = list({id(each): each for each in of_features}.values())
-    asked = _Asked(
-        keys,
-        _lists(ids, places),
-        [
-            keys.index(each)
-            for f, each in zip(places, of_features, strict=True)
-            for _ in ids[f]
-        ],
-        places,
-    )
     if collectives is None:
         rows, resets = _look_here(asked, learn)
     else:
@@ -229,13 +217,26 @@ def rows_of_keys(
             collectives.step.checks.append(rows[0])
     if learn:
         _reset(resets, asked, lookup)
-        _store_texts(rows, asked, [part for f in places for part in ids[f]])
+        _store_texts(rows, asked, [x for f in asked.features for x in ids[f]])
     parts = iter(rows)
-    for f in places:
+    for f in asked.features:
         found[f] = [
             dataclasses.replace(part, values=next(parts)) for part in ids[f]
         ]
     return found, remember
+
+
+def _asked(ids: Sequence[Sequence[Ids]], features: Sequence[Feature]) -> _Asked:
+    """Returns the keys among the ids of a lookup."""
+    places = _places(features)
+    of_features = [features[f].keys for f in places]
+    keys = list({id(each): each for each in of_features}.values())
+    of_list = [
+        keys.index(each)
+        for f, each in zip(places, of_features, strict=True)
+        for _ in ids[f]
+    ]
+    return _Asked(keys, _lists(ids, places), of_list, places)
 
 
 def _places(features: Sequence[Feature]) -> list[int]:

@@ -301,7 +301,7 @@ class Embedding(OneTable):
         if not self.mask_zero:
             return None
         if prefetched_ids.is_prefetched(inputs):
-            (layout,), ids = inputs.layouts, inputs.now.values[0]
+            (layout,), ids = inputs.layouts, inputs.now.lists[0].values
             return id_layout.arranged(tf.not_equal(ids, 0), layout)
         if KERAS_3 and isinstance(inputs, keras.KerasTensor):
             return keras.ops.not_equal(inputs, 0)
