@@ -162,6 +162,15 @@ def read_from_first(variable: Variable) -> bool:
     return True
 
 
+def set_default_saveable_name(variable: Any) -> None:
+    """Sets the attribute that a checkpoint reads of every object.
+
+    An on-read variable reads its value to find an unknown attribute, which is
+    an exchange if it is summed over the ranks.
+    """
+    variable._LEGACY_SAVEABLE_NAME = None
+
+
 def replace_value(variable: tf.Variable, value: tf.Tensor) -> None:
     """Assigns a value of another shape, and changes the variable's shape.
 

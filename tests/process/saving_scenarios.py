@@ -39,22 +39,45 @@ def documented(strategy, folder):
 
 
 def sums(strategy, folder):
-    """What is summed over the ranks when read is saved as that sum."""
-    with strategy.scope():
-        total = tf.Variable(
-            0.0,
+    """What is reduced over the ranks when read is saved reduced, at once."""
+
+    def on_read(aggregation, value=0.0):
+        return tf.Variable(
+            value,
             synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.SUM,
+            aggregation=aggregation,
         )
+
+    def exchanges():
+        labels = strategy.statistics()["labels"]
+        names = ("reduce", "checkpoint/sums")
+        return np.array([labels.get(name, (0, 0))[0] for name in names])
+
+    kinds = tf.VariableAggregation
+    with strategy.scope():
+        total = on_read(kinds.SUM)
+        count = on_read(kinds.SUM, np.int64(0))
+        mean = on_read(kinds.MEAN)
         step = tf.Variable(7.0)
-    rank = tf.constant(float(strategy.rank))
-    strategy.run(lambda: total.assign(rank + 1))
+    rank = strategy.rank
+
+    def assign(total_value, count_value, mean_value):
+        total.assign(total_value)
+        count.assign(count_value)
+        mean.assign(mean_value)
+
+    strategy.run(assign, args=(rank + 1.0, np.int64(10), float(rank)))
     expected = sum(range(1, strategy.world_size + 1))
-    saver = tf.train.Checkpoint(total=total, step=step)
+    saver = tf.train.Checkpoint(total=total, count=count, mean=mean, step=step)
+    before = exchanges()
     path = saver.write(str(folder / "sums"))
-    strategy.run(lambda: total.assign(0.0))
+    # Sums in one exchange for all of them of a dtype; a mean is read alone.
+    assert (exchanges() - before).tolist() == [1, 2]
+    strategy.run(assign, args=(0.0, np.int64(0), 0.0))
     saver.read(path).assert_consumed()
     assert total.read_value().numpy() == expected
+    assert count.read_value().numpy() == 10 * strategy.world_size
+    assert mean.read_value().numpy() == (strategy.world_size - 1) / 2
 
 
 def metrics(strategy, folder):

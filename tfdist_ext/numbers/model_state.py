@@ -298,10 +298,10 @@ def _replicas_of(
     found: dict[int, tuple[str, tf.Variable]] = {}
     for variable in variables:
         native = keras_internals.value_of(variable)
+        if not isinstance(native, internals.MirroredVariable):
+            continue
         name = label_of(variable)
-        if isinstance(native, internals.MirroredVariable) and not (
-            is_random(name) or native.dtype == tf.string
-        ):
+        if not is_random(name) and native.dtype != tf.string:
             found.setdefault(id(native), (name, native.values[0]))
     return list(found.values())
 

@@ -69,6 +69,29 @@ def is_sum(trackable: Trackable) -> bool:
     return isinstance(variable_of(trackable), internals.SyncOnReadVariable)
 
 
+def read_sums(
+    tensors: Sequence[SavedTensor], collectives: Collectives | None
+) -> None:
+    """Reads variables that are reduced over the ranks, sums in one exchange."""
+    if collectives is None:
+        return
+    specs, own = [], []
+    for tensor in tensors:
+        found = trackable_of(tensor)
+        if not is_sum(found):
+            continue
+        spec = tensor._tensor_save_spec
+        variable = variable_of(found)
+        if variable.aggregation == tf.VariableAggregation.SUM:
+            specs.append(spec)
+            own.append(internals.components(variable)[0].read_value())
+        else:
+            spec._tensor = spec.tensor
+    sums = collectives.all_reduce(own, "checkpoint/sums")
+    for spec, total in zip(specs, sums, strict=True):
+        spec._tensor = total
+
+
 def is_of_one_rank(trackable: Trackable) -> bool:
     """Whether every rank has its own state, as for a dataset's iterator."""
     return isinstance(trackable, tf.data.Iterator)

@@ -50,7 +50,7 @@ def files_of(
         changed: records the rows, and says which of them have changed.
     """
     rank = collectives.group.rank if collectives else 0
-    shards, others = _shards_and_others(saver, rank)
+    shards, others = _shards_and_others(saver, rank, collectives)
     if changed is not None and changed.since_full:
         return _changed_files(saver, shards, others, rank, changed, collectives)
     in_pieces = changed is None and collectives is None
@@ -212,29 +212,23 @@ def _flat(lists: Iterable[Iterable[T]]) -> list[T]:
 
 
 def _shards_and_others(
-    saver: internals.MultiDeviceSaver, rank: int
+    saver: internals.MultiDeviceSaver,
+    rank: int,
+    collectives: Collectives | None,
 ) -> tuple[ByTask, ByTask]:
     """This rank's tensors by device: shards, and others that it writes."""
+    by_task = saver._shardable_tensors_by_task
+    changed_rows.read_sums(_flat(by_task.values()), collectives)
     shards: ByTask = {}
     others: ByTask = {}
-    for task, tensors in saver._shardable_tensors_by_task.items():
+    for task, tensors in by_task.items():
         for tensor in tensors:
             found = changed_rows.trackable_of(tensor)
-            if changed_rows.is_sum(found):
-                # Reading it is an exchange, which all ranks must make.
-                tensor = _evaluated(tensor)
             if changed_rows.is_shard(found):
                 shards.setdefault(task, []).append(tensor)
             elif rank == 0 or changed_rows.is_of_one_rank(found):
                 others.setdefault(task, []).append(tensor)
     return shards, others
-
-
-def _evaluated(tensor: SavedTensor) -> tf.Tensor:
-    spec = tensor._tensor_save_spec
-    value = spec.tensor
-    spec._tensor = value
-    return tensor
 
 
 def _split(
@@ -385,7 +379,7 @@ def save(
             remove(parts.folder)
             gfile.makedirs(parts.folder)
         collectives.barrier("checkpoint/folder")
-        shards, others = _shards_and_others(saver, rank)
+        shards, others = _shards_and_others(saver, rank, collectives)
         with _Writer(parts.folder, rank, options) as writer:
             files: list[list[Entry]] = []
             for file in _files(saver, shards, others, rank, options):

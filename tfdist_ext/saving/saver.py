@@ -82,7 +82,8 @@ def on_all_ranks(verb: str) -> StageFunction:
         *args: Any,
         **kwargs: Any,
     ) -> T:
-        collectives = collectives_of(objects_of(checkpoint))
+        objects = objects_of(checkpoint)
+        collectives = collectives_of(objects)
         with thread_context.setting(savers=collectives):
             if collectives is None:
                 return original(checkpoint, *args, **kwargs)
@@ -94,7 +95,11 @@ def on_all_ranks(verb: str) -> StageFunction:
                 if verb == "restore":
                     args, kwargs = _from_first(args, kwargs, collectives)
                 if verb == "save":
-                    _compare_replicas(checkpoint, collectives)
+                    model_state.compare_replicas(
+                        map(variable_of, objects),
+                        collectives,
+                        "before a checkpoint is saved",
+                    )
                 result = original(checkpoint, *args, **kwargs)
                 collectives.barrier(f"checkpoint/{verb}")
             return result
@@ -112,16 +117,6 @@ def _from_first(
         return (path, *args[1:]), kwargs
     (name, *_) = kwargs
     return args, {**kwargs, name: path}
-
-
-def _compare_replicas(
-    checkpoint: tf.train.Checkpoint, collectives: Collectives
-) -> None:
-    model_state.compare_replicas(
-        map(variable_of, objects_of(checkpoint)),
-        collectives,
-        "before a checkpoint is saved",
-    )
 
 
 def objects_of(checkpoint: tf.train.Checkpoint) -> list[Trackable]:

@@ -146,6 +146,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         if not (local and (unsynchronized or self.collectives)):
             variable = super()._create_variable(creator, **kwargs)
             if isinstance(variable, internals.SyncOnReadVariable):
+                internals.set_default_saveable_name(variable)
                 for component in internals.components(variable):
                     marks.set_per_rank(component.handle)
             return variable
