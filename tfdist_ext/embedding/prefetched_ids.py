@@ -46,7 +46,7 @@ class IdLists:
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """What the tensors of a `PrefetchedIds` are; see there."""
+    """The parts of a `PrefetchedIds`; see its properties of these names."""
 
     now: IdLists
     position: tf.Tensor
@@ -54,7 +54,7 @@ class _Parts:
     ahead: tuple[IdLists, ...]
 
     def tensors(self) -> list[tf.Tensor]:
-        """Returns all tensors, in an order that `of` knows."""
+        """Returns all tensors, in the order in which `_parts_of` reads them."""
         return [
             *_tensors_of(self.now),
             self.position,
@@ -67,30 +67,30 @@ class _Parts:
         ]
 
     def form(self) -> str:
-        """Returns what is needed to find the parts among the tensors."""
+        """Returns what `_parts_of` needs to find the parts in the tensors."""
         layouts = [(o.sizes, len(o.splits), o.pad) for o in self.layouts]
         return json.dumps([len(self.now.lists), layouts, len(self.ahead)])
 
-    @classmethod
-    def of(cls, tensors: Sequence[tf.Tensor], form: str) -> _Parts:
-        """Returns the parts of tensors, or the specs of parts of specs."""
-        rest = iter(tensors)
-        count, layouts, ahead = json.loads(form)
-        return cls(
-            _lists_of(rest, count),
-            next(rest),
-            tuple(
-                Layout(
-                    next(rest),
-                    next(rest),
-                    tuple(sizes),
-                    tuple(itertools.islice(rest, splits)),
-                    tuple(pad),
-                )
-                for sizes, splits, pad in layouts
-            ),
-            tuple(_lists_of(rest, count) for _ in range(ahead)),
-        )
+
+def _parts_of(ids: Any) -> _Parts:
+    """Returns the parts of a `PrefetchedIds`, or of a spec their specs."""
+    rest = iter(ids.tensors)
+    count, layouts, ahead = json.loads(ids.form)
+    return _Parts(
+        _lists_of(rest, count),
+        next(rest),
+        tuple(
+            Layout(
+                next(rest),
+                next(rest),
+                tuple(sizes),
+                tuple(itertools.islice(rest, splits)),
+                tuple(pad),
+            )
+            for sizes, splits, pad in layouts
+        ),
+        tuple(_lists_of(rest, count) for _ in range(ahead)),
+    )
 
 
 def _tensors_of(ids: IdLists) -> list[tf.Tensor]:
@@ -129,12 +129,11 @@ class PrefetchedIds(
         @property
         def shape(self: Any) -> tf.TensorShape:
             """The shape that Keras reads, see `PrefetchedIds.shape`."""
-            parts = _Parts.of(self.tensors, self.form)
-            return _shape_for_keras(parts.layouts)
+            return _shape_for_keras(_parts_of(self).layouts)
 
         def empty(self: Any) -> PrefetchedIds:
             """Returns an empty batch."""
-            parts = _Parts.of(self.tensors, self.form)
+            parts = _parts_of(self)
             lists = [
                 Ids(
                     tf.zeros([0], each.values.dtype),
@@ -158,22 +157,22 @@ class PrefetchedIds(
     @property
     def now(self) -> IdLists:
         """The ids of this batch."""
-        return _Parts.of(self.tensors, self.form).now
+        return _parts_of(self).now
 
     @property
     def ahead(self) -> tuple[IdLists, ...]:
         """The ids of the next batch of the iterator; empty without it."""
-        return _Parts.of(self.tensors, self.form).ahead
+        return _parts_of(self).ahead
 
     @property
     def position(self) -> tf.Tensor:
         """int64 `[2]`, the number of the iterator and of its batch."""
-        return _Parts.of(self.tensors, self.form).position
+        return _parts_of(self).position
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """The layout of the results of each feature."""
-        return _Parts.of(self.tensors, self.form).layouts
+        return _parts_of(self).layouts
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -192,7 +191,7 @@ class PrefetchedIds(
     def __getitem__(self, samples: slice) -> PrefetchedIds:
         """Returns consecutive samples, without ids of the next batch."""
         start, stop = samples.start, samples.stop
-        parts = _Parts.of(self.tensors, self.form)
+        parts = _parts_of(self)
         lists = [
             _cut(
                 each,
@@ -348,7 +347,7 @@ def _pair(spec: Nest, *tensors: tf.Tensor) -> Nest:
 
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """The next batch, whose ids are exchanged in the current step.
+    """The next batch, whose ids or keys are sent in the current step.
 
     Attributes:
         ids: per feature, the lists of the next batch.
@@ -392,7 +391,7 @@ def for_call(
     """
     if not is_prefetched(inputs):
         return None
-    ahead, parts = None, _Parts.of(inputs.tensors, inputs.form)
+    ahead, parts = None, _parts_of(inputs)
     if parts.ahead and place is not None:
         (following,) = parts.ahead
         ahead = Ahead(

@@ -287,8 +287,11 @@ class DistributedEmbedding(DynamicTables):
             dataset = dataset.map(lambda x, y: (layer.preprocess(x), y))
 
         With `prefetch_ids=True`, every step exchanges the ids of the next
-        batch while it computes the current one. This requires that `fit` or
-        `strategy.experimental_distribute_dataset` receives such a dataset.
+        batch while it computes the current one. If a table has a
+        `DynamicVocabulary`, it sends the keys of the next batch to their
+        owners, and exchanges all ids in their own step. This requires that
+        `fit` or `strategy.experimental_distribute_dataset` receives such a
+        dataset.
         Results do not change. In Keras 3 the model must be subclassed, because
         Functional models take tensors only.
 
