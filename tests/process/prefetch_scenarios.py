@@ -267,3 +267,57 @@ def look_up_alone(layer, ids):
     return np.array(
         [np.mean([table[rows[k]] for k in pair], 0) for pair in ids.numpy()]
     ).reshape([-1, DIM])
+
+
+def prefetch_after_bad_ids(strategy, folder):
+    """After a bad id in one of two layers, all ranks go on alike."""
+    del folder
+    rows, count = 40, 24
+    with strategy.scope():
+        layers = [
+            FullSparse(
+                DIM,
+                rows,
+                use_bias=False,
+                sharding=TablePlacement.row_wise(strategy.world_size),
+                kernel_initializer=keras.initializers.RandomNormal(seed=3),
+                prefetch_ids=True,
+            )
+            for _ in range(2)
+        ]
+        for layer in layers:
+            layer.build([None, 2])
+    ids = np.random.default_rng(1).integers(0, rows, [count * 4, 2, 2])
+    bad = range(3, count - 1, 3)
+    for batch in bad:
+        ids[batch * 4 + 3, batch % 2, 0] = rows  # on the last rank
+    dataset = tf.data.Dataset.from_tensor_slices(ids).batch(4)
+
+    def prepare(x):
+        pairs = enumerate(layers)
+        return x, tuple(layer.preprocess(x[:, i]) for i, layer in pairs)
+
+    dataset = dataset.map(prepare)
+    tables = [strategy.gather_table(layer) for layer in layers]
+
+    @tf.function
+    def look_up(inputs):
+        def found(x):
+            return [layer(part) for layer, part in zip(layers, x, strict=True)]
+
+        return strategy.run(found, args=(inputs,))
+
+    failed = []
+    local = strategy.experimental_distribute_dataset(dataset)
+    for number, (x, inputs) in enumerate(local):
+        try:
+            results = look_up(inputs)
+        except tf.errors.InvalidArgumentError:
+            failed.append(number)
+            continue
+        for i, result in enumerate(results):
+            np.testing.assert_allclose(
+                result, tables[i][x.numpy()[:, i]].sum(1), rtol=1e-5, atol=1e-6
+            )
+    # The step of a bad id, and the step before, which sends it.
+    assert failed == sorted({b - 1 for b in bad} | set(bad)), failed
