@@ -127,6 +127,7 @@ PACKAGES = {
         "keras_internals",
         "marks",
         "numbers",
+        "ops",
         "tables",
         "tensorflow_internals",
         "thread_context",

@@ -11,6 +11,7 @@ KERNEL = re.compile(
 )
 IDS = "ids come from the input pipeline, on the host, and leave from there"
 BATCHES = "batches come from the input pipeline, on the host"
+FILES = "files are read into the memory of the host"
 KEYS = "vocabularies are hash maps on the host, where keys arrive"
 BYTES = "bytes for the wire are made by the host, which sends them"
 REQUESTS = "a thread of the host answers requests, in the memory of the host"
@@ -27,6 +28,7 @@ ON_HOST = {
         ),
         KEYS,
     ),
+    "ReadPiece": FILES,
     "SliceOfRank": BATCHES,
     **dict.fromkeys(
         (

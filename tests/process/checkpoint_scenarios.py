@@ -6,6 +6,7 @@ again in PATH.npz. `restore` builds the model anew with its own placement,
 restores, and must find the same, before and after training on.
 """
 
+import contextlib
 from unittest import mock
 
 import numpy as np
@@ -14,6 +15,7 @@ import tensorflow as tf
 import tfdist_ext
 from tfdist_ext.embedding import checkpoint_slices
 from tfdist_ext.layers import FullSparse
+from tfdist_ext.saving.checkpoint_index import Index
 from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
@@ -24,6 +26,20 @@ WEIGHTS = ".weights.h5" if hasattr(keras, "ops") else ""
 def pieces(size):
     """Tables of more than `size` bytes are written and read in pieces."""
     return mock.patch.object(checkpoint_slices, "PIECE", size)
+
+
+@contextlib.contextmanager
+def counted_pieces():
+    """Whether files have the pieces that are read as they are, or None."""
+    found = []
+    stored = Index.stored
+
+    def counting(self, *args):
+        found.append(stored(self, *args))
+        return found[-1]
+
+    with mock.patch.object(Index, "stored", counting):
+        yield found
 
 
 def data(first, steps):
@@ -115,6 +131,10 @@ def read(strategy, path, placement, form):
     elif form == "pieces":
         with pieces(96):
             return read(strategy, path, placement, "checkpoint")
+    elif form == "same_pieces":
+        with pieces(96), counted_pieces() as found:
+            model = read(strategy, path, placement, "checkpoint")
+        assert found and None not in found
     elif form == "weights":
         model.load_weights(path + WEIGHTS)
     else:

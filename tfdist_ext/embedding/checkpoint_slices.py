@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from collections.abc import Mapping
 from concurrent import futures
@@ -25,6 +24,10 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.embedding import whole_tables
+from tfdist_ext.ops.checkpoint_ops import Cells
+from tfdist_ext.ops.checkpoint_ops import Grouped
+from tfdist_ext.ops.checkpoint_ops import StoredSlice
+from tfdist_ext.ops.checkpoint_ops import read_piece
 from tfdist_ext.ops.snapshot_ops import RowSnapshot
 from tfdist_ext.tables import placement
 from tfdist_ext.tables.placement import ShardSpec
@@ -37,8 +40,8 @@ _KEY = "VARIABLE_VALUE"
 # Bytes of a piece. A rank needs memory for a few of them.
 PIECE = 2**24
 # Of a table: TensorFlow opens as many files to read it in one process.
-_MOST_PIECES = 512
-_READ_AHEAD = 2  # pieces
+MOST_PIECES = 512
+_READ_AHEAD = 3  # pieces
 
 
 def attach(
@@ -119,41 +122,6 @@ _ReadRows = Callable[[np.ndarray], tf.Tensor]
 _AllToAll = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 
 
-def pieces_of_variable(variable: tf.Variable) -> dict[str, Piece]:
-    """The pieces of a large variable of one process, as it is now.
-
-    Args:
-        variable: a `tf.Variable` of TensorFlow.
-
-    Returns:
-        The pieces by slice, in TensorFlow's notation; they are read in another
-        thread. Empty for a variable that fits into a piece, is on a GPU, or has
-        strings or a shape that may change.
-    """
-    shape, dtype = variable.shape, variable.dtype
-    if not shape.is_fully_defined() or dtype == tf.string:
-        return {}
-    count = -(-shape.num_elements() * dtype.size // PIECE)
-    if count < 2 or "GPU" in variable.device:
-        return {}
-    count = min(count, shape[0], _MOST_PIECES)
-    bounds = np.arange(count + 1) * shape[0] // count
-    snapshot, pieces = RowSnapshot(variable), {}
-
-    def read(first: int, end: int) -> tf.Tensor:
-        return snapshot.take(np.arange(first, end))
-
-    for first, end in itertools.pairwise(map(int, bounds)):
-        sizes = " ".join(map(str, shape))
-        rest = ":-" * (shape.rank - 1)
-        pieces[f"{sizes} {first},{end - first}{rest}"] = Piece(
-            tf.TensorShape([end - first, *shape[1:]]),
-            dtype,
-            functools.partial(read, first, end),
-        )
-    return pieces
-
-
 class SavedShard:
     """Saves one shard to checkpoints and restores it.
 
@@ -202,7 +170,7 @@ class SavedShard:
         fewest = spec.rows
         if not self._by_column:
             fewest = int(np.diff(self._local_rows()).min())
-        most = max(1, _MOST_PIECES // spec.world_size)
+        most = max(1, MOST_PIECES // spec.world_size)
         return max(1, min(-(-self._slice_bytes // PIECE), fewest, most))
 
     @property
@@ -307,42 +275,63 @@ class SavedShard:
 
     def restore_in_pieces(
         self,
+        find: Callable[[str, tf.DType], StoredSlice | None],
         read: Callable[[str], tf.Tensor],
         agree: Callable[[BaseException | None], None],
     ) -> None:
         """Reads and assigns piece by piece; a joint call of all ranks.
 
         Args:
-            read: returns the values of a slice, in TensorFlow's notation.
+            find: returns where a slice of a dtype is, if the files have it as
+                it is. Slices are in TensorFlow's notation.
+            read: returns the values of a slice, for those that `find` does
+                not find.
             agree: is given the error of this rank, or None, and raises an
                 error if there is one on any rank.
         """
         pieces = self.pieces
-        slices = [self._slice(piece, pieces) for piece in range(pieces)]
+
+        def grouped(piece: int) -> Grouped:
+            slice_spec = self._slice(piece, pieces)
+            stored = find(slice_spec, self.dtype)
+            if stored is None:
+                return self._grouped(read(slice_spec), piece, pieces)
+            return read_piece(stored, self.dtype, self._cells(piece, pieces))
+
         with futures.ThreadPoolExecutor(_READ_AHEAD) as threads:
-            ahead = [threads.submit(read, s) for s in slices[:_READ_AHEAD]]
+            first = range(min(_READ_AHEAD, pieces))
+            ahead = [threads.submit(grouped, piece) for piece in first]
             for piece in range(pieces):
                 reading = ahead.pop(0)
                 agree(reading.exception())
-                rows = reading.result()
+                found = reading.result()
                 del reading
                 if piece + _READ_AHEAD < pieces:
-                    following = slices[piece + _READ_AHEAD]
-                    ahead.append(threads.submit(read, following))
-                self._assign(rows, piece, pieces)
+                    ahead.append(threads.submit(grouped, piece + _READ_AHEAD))
+                self._assign(found, piece, pieces)
 
-    def _assign(self, rows: tf.Tensor, piece: int, pieces: int) -> None:
+    def _assign(self, found: Grouped, piece: int, pieces: int) -> None:
         """Assigns what the ranks have read of their pieces."""
+        spec = self._spec
         if self._by_column:
-            bounds = self._bounds(self._spec.rank, pieces)
-            local = np.arange(*bounds[piece : piece + 2])
-        else:
-            rows = self._spread(rows, piece, pieces)
-            local = np.concatenate(self._local_rows_of_all(piece, pieces))
+            bounds = self._bounds(spec.rank, pieces)
+            self._assign_rows(found.own, np.arange(*bounds[piece : piece + 2]))
+            return
+        rows = self._local_rows_of_all(piece, pieces)
+        self._assign_rows(found.own, rows.pop(spec.rank))
+        if spec.world_size > 1:
+            others, _ = self._collectives.all_to_all(
+                found.others, found.splits, f"{spec.table}/restore"
+            )
+            self._assign_rows(others, np.concatenate(rows))
+
+    def _assign_rows(self, values: tf.Tensor, local: np.ndarray) -> None:
+        """Assigns values to local rows; the last part may lack the last row."""
+        shape = (-1, self._spec.local_dim)[: self._variable.shape.rank]
+        values = tf.reshape(values, shape)
         with tf.device(self._variable.device):
             self._variable.scatter_update(
-                # The last part of a table may lack the last row.
-                tf.IndexedSlices(rows, local[: rows.shape[0]])
+                tf.IndexedSlices(values, local[: values.shape[0]])
             )
 
     def _piece_shape(self, piece: int) -> tf.TensorShape:
@@ -545,30 +534,51 @@ class SavedShard:
         per_row = self._variable.shape.rank == 1
         return range(1 if per_row else self._spec.column_parts)
 
-    def _spread(
-        self, rows: tf.Tensor, piece: int = 0, pieces: int = 1
-    ) -> tf.Tensor:
-        """Returns this rank's rows of the pieces that all ranks have read."""
+    def _cells(self, piece: int, pieces: int) -> Cells:
+        """What each rank holds of a piece of this rank's slice."""
         spec = self._spec
+        first = int(self._bounds(spec.rank, pieces)[piece])
+        of_ranks = np.full([spec.world_size, 3], -1)
+        if self._by_column:
+            of_ranks[:, 1:] = 0
+            of_ranks[spec.rank] = 0, 0, spec.local_dim
+            return Cells(spec.rank, 1, first, of_ranks)
+        for rank, width in enumerate(self._widths()):
+            each = spec.at(rank)
+            first_column = each.columns[0] if len(self.shape) == 2 else 0
+            part = each.cell[0] if each.cell else -1
+            of_ranks[rank] = part, first_column, width
+        return Cells(spec.rank, spec.row_parts, first, of_ranks)
+
+    def _grouped(self, rows: tf.Tensor, piece: int, pieces: int) -> Grouped:
+        """Groups a piece of this rank's slice by the ranks that hold it."""
+        spec = self._spec
+        ranks = range(spec.world_size)
+        if self._by_column:
+            return Grouped(rows, rows[:0], np.zeros_like(ranks))
         places = self._places_of_parts(piece, pieces)
-        cells = [spec.at(rank).cell for rank in range(spec.world_size)]
-        wanted = [places[cell[0]] if cell else places[0][:0] for cell in cells]
+        cells = self._cells(piece, pieces).of_ranks
         with tf.device("CPU:0"):
-            found = tf.gather(rows, np.concatenate(wanted))
-            if spec.column_parts > 1 and rows.shape.rank == 2:
-                of_ranks = tf.split(found, list(map(len, wanted)))
-                found = tf.concat(
-                    [
-                        tf.reshape(each[:, slice(*spec.at(rank).columns)], [-1])
-                        for rank, each in enumerate(of_ranks)
-                    ],
-                    0,
-                )
-            flat, _ = self._collectives.all_to_all(
-                tf.reshape(found, [-1]),
-                tf.constant(
-                    np.multiply(list(map(len, wanted)), self._widths())
-                ),
-                f"{spec.table}/restore",
-            )
-        return tf.reshape(flat, (-1, spec.local_dim)[: rows.shape.rank])
+            rows = tf.reshape(rows, [rows.shape[0], -1])
+            of_ranks = [
+                tf.gather(rows[:, first : first + width], places[part])
+                if part >= 0
+                else rows[:0, :0]
+                for part, first, width in cells
+            ]
+            own, of_ranks[spec.rank] = of_ranks[spec.rank], rows[:0]
+            flat = [tf.reshape(each, [-1]) for each in of_ranks]
+            splits = [each.shape[0] for each in flat]
+            return Grouped(own, tf.concat(flat, 0), np.array(splits))
+
+    def _spread(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns this rank's rows of the slices that all ranks have read."""
+        spec = self._spec
+        own, others, splits = self._grouped(rows, 0, 1)
+        others, received = self._collectives.all_to_all(
+            others, splits, f"{spec.table}/restore"
+        )
+        parts = tf.split(others, received)
+        parts[spec.rank] = tf.reshape(own, [-1])
+        shape = (-1, spec.local_dim)[: rows.shape.rank]
+        return tf.reshape(tf.concat(parts, 0), shape)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import re
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -21,6 +23,7 @@ from tfdist_ext.embedding.checkpoint_slices import Piece
 from tfdist_ext.embedding.checkpoint_slices import SavedShard
 from tfdist_ext.embedding.sharded_variable import fingerprints
 from tfdist_ext.keras_internals import value_of
+from tfdist_ext.ops.snapshot_ops import RowSnapshot
 from tfdist_ext.saving.checkpoint_files import Opened
 from tfdist_ext.tables import placement
 from tfdist_ext.type_names import SavedTensor
@@ -370,7 +373,42 @@ def pieces_of(tensor: SavedTensor) -> dict[str, Piece]:
         (variable,) = local(variable)
     if not isinstance(variable, tf.Variable):
         return {}
-    return checkpoint_slices.pieces_of_variable(variable)
+    return _pieces_of_variable(variable)
+
+
+def _pieces_of_variable(variable: tf.Variable) -> dict[str, Piece]:
+    """The pieces of a large variable of one process, as it is now.
+
+    Args:
+        variable: a `tf.Variable` of TensorFlow.
+
+    Returns:
+        The pieces by slice, in TensorFlow's notation; they are read in another
+        thread. Empty for a variable that fits into a piece, is on a GPU, or has
+        strings or a shape that may change.
+    """
+    shape, dtype = variable.shape, variable.dtype
+    if not shape.is_fully_defined() or dtype == tf.string:
+        return {}
+    count = -(-shape.num_elements() * dtype.size // checkpoint_slices.PIECE)
+    if count < 2 or "GPU" in variable.device:
+        return {}
+    count = min(count, shape[0], checkpoint_slices.MOST_PIECES)
+    bounds = np.arange(count + 1) * shape[0] // count
+    snapshot, pieces = RowSnapshot(variable), {}
+
+    def read(first: int, end: int) -> tf.Tensor:
+        return snapshot.take(np.arange(first, end))
+
+    for first, end in itertools.pairwise(map(int, bounds)):
+        sizes = " ".join(map(str, shape))
+        rest = ":-" * (shape.rank - 1)
+        pieces[f"{sizes} {first},{end - first}{rest}"] = Piece(
+            tf.TensorShape([end - first, *shape[1:]]),
+            dtype,
+            functools.partial(read, first, end),
+        )
+    return pieces
 
 
 def saved_shard(trackable: Trackable) -> SavedShard | None:

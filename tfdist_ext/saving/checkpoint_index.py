@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index of a TensorFlow checkpoint: which slices its files have.
+"""The index of a TensorFlow checkpoint: which slices its files have, and where.
 
 TensorFlow's own reader does not tell them. The index is a sorted string table,
 as LevelDB writes it, without compression.
 
-Source: https://github.com/google/leveldb/blob/main/doc/table_format.md and
-tensorflow/core/util/tensor_bundle of TensorFlow.
+Source: https://github.com/google/leveldb/blob/main/doc/table_format.md, and of
+TensorFlow tensorflow/core/util/tensor_bundle, saved_tensor_slice_util.cc and
+tensorflow/core/lib/strings/ordered_code.cc.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensor_bundle_pb2
+
+from tfdist_ext.ops.checkpoint_ops import StoredSlice
 
 gfile = tf.io.gfile
 _FOOTER, _MAGIC = 48, 0xDB4775248B80FB57
@@ -48,7 +51,8 @@ class Index:
             key: tensor_bundle_pb2.BundleEntryProto.FromString(value)
             for key, value in entries.items()
         }
-        self._check_files(header.num_shards)
+        self._files = header.num_shards
+        self._check_files()
 
     def shape(self, key: str) -> tuple[int, ...] | None:
         """The shape of a tensor; None if there is no such tensor."""
@@ -76,14 +80,42 @@ class Index:
             default=math.prod(shape),
         )
 
-    def _check_files(self, count: int) -> None:
+    def stored(
+        self, key: str, slice_spec: str, dtype: tf.DType
+    ) -> StoredSlice | None:
+        """Finds a slice that the files have as it is.
+
+        Args:
+            key: name of the tensor.
+            slice_spec: the slice, in TensorFlow's notation.
+            dtype: a dtype of numbers.
+
+        Returns:
+            None if the files have no such slice of this dtype, but maybe
+            others of the same values.
+        """
+        extents = _extents(slice_spec)
+        entry = self._entries.get(_name_of_slice(key, extents))
+        if entry is None or entry.dtype != dtype.as_datatype_enum:
+            return None
+        return StoredSlice(
+            self._file(entry.shard_id),
+            entry.offset,
+            entry.crc32c,
+            tuple(dim.size for dim in entry.shape.dim),
+        )
+
+    def _file(self, number: int) -> str:
+        return f"{self._path}.data-{number:05d}-of-{self._files:05d}"
+
+    def _check_files(self) -> None:
         """Checks that the data files are there and as long as they must be."""
-        ends = [0] * count
+        ends = [0] * self._files
         for entry in self._entries.values():
             end = entry.offset + entry.size
             ends[entry.shard_id] = max(ends[entry.shard_id], end)
         for number, end in enumerate(ends):
-            file = f"{self._path}.data-{number:05d}-of-{count:05d}"
+            file = self._file(number)
             try:
                 size = gfile.stat(file).length
             except tf.errors.OpError as error:
@@ -110,6 +142,34 @@ def data_files_in_use(path: str) -> int:
     if len(start) < 16 or start[:2] != b"\0\0" or start[3:4] != b"\x08":
         return 0
     return _varint(start, 4)[0]
+
+
+def _extents(slice_spec: str) -> list[tuple[int, int]]:
+    """The start and length of each dimension of a slice.
+
+    A dimension that is whole starts at 0 with length -1.
+    """
+    *_, extents = slice_spec.split(" ")
+    return [
+        (0, -1) if each == "-" else (int(start), int(length))
+        for each in extents.split(":")
+        for start, _, length in [each.partition(",")]
+    ]
+
+
+def _name_of_slice(key: str, extents: list[tuple[int, int]]) -> bytes:
+    """The key of a slice in the index, whose order is that of the slices."""
+    text = key.encode().replace(b"\0", b"\0\xff")
+    numbers = b"".join(_ordered(x) for each in extents for x in each)
+    return b"\0" + text + b"\0\1\1" + bytes([len(extents)]) + numbers
+
+
+def _ordered(number: int) -> bytes:
+    """-1 or a larger number, as bytes that have the order of numbers."""
+    if number < 0:
+        return b"\x7f"
+    size = number.bit_length() // 7 + 1
+    return (((1 << size) - 1) << 7 * size | number).to_bytes(size, "big")
 
 
 def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -70,7 +70,7 @@ def restore(
     """
     read: Read = []
     large = _large_shards(saver)
-    in_pieces: dict[str, SavedShard] = {}
+    in_pieces: list[Callable[[Collectives | None], None]] = []
     failure: Exception | None = None
     delta: DeltaRows | None = None
     path = _text(file_prefix)
@@ -91,8 +91,8 @@ def restore(
     while read:  # frees each value once it is assigned
         fn, tensors = read.pop(0)
         fn(tensors)
-    for key, shard in in_pieces.items():
-        _restore_in_pieces(key, shard, path, collectives)
+    for restore_in_pieces in in_pieces:
+        restore_in_pieces(collectives)
     return {}
 
 
@@ -113,8 +113,8 @@ def _read_large(
     full: str | None,
     delta: DeltaRows | None,
     read: Read,
-) -> dict[str, SavedShard]:
-    """Reads large shards, or returns those to be read in pieces.
+) -> list[Callable[[Collectives | None], None]]:
+    """Reads large shards, or returns what reads them in pieces.
 
     Args:
         large: shards by key.
@@ -124,10 +124,10 @@ def _read_large(
         read: gets the functions and values of shards that are read whole.
     """
     if not large:
-        return {}
+        return []
     index = Index(path)
     before = index if full is None else Index(full)
-    in_pieces = {}
+    in_pieces: list[Callable[[Collectives | None], None]] = []
     for key, shard in large.items():
         reader, shape = _reader(path, key, shard.dtype), index.shape(key)
         if full is not None and delta is not None and key in delta.keys:
@@ -139,7 +139,9 @@ def _read_large(
             # Older checkpoints and those of one process have other slices.
             and index.most_bytes(key) <= 2 * shard.piece_bytes
         ):
-            in_pieces[key] = shard
+            in_pieces.append(
+                functools.partial(_restore_in_pieces, key, shard, index, path)
+            )
             continue
         whole = shard.read_whole(reader, shape or shard.shape)
         read.append((shard.restore, whole))
@@ -177,6 +179,7 @@ def _reader(
 def _restore_in_pieces(
     key: str,
     shard: SavedShard,
+    index: Index,
     path: str,
     collectives: Collectives | None,
 ) -> None:
@@ -192,7 +195,11 @@ def _restore_in_pieces(
                 "Restore another checkpoint before you train or save.",
             ) from error
 
-    shard.restore_in_pieces(_reader(path, key, shard.dtype), agree)
+    shard.restore_in_pieces(
+        functools.partial(index.stored, key),
+        _reader(path, key, shard.dtype),
+        agree,
+    )
 
 
 def raise_on_all_ranks(
