@@ -14,7 +14,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from collections.abc import Mapping
-from concurrent import futures
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -41,7 +40,6 @@ _KEY = "VARIABLE_VALUE"
 PIECE = 2**24
 # Of a table: TensorFlow opens as many files to read it in one process.
 MOST_PIECES = 512
-_READ_AHEAD = 3  # pieces
 
 
 def attach(
@@ -273,57 +271,45 @@ class SavedShard:
         grows = self._spec.grows
         return {_KEY: read(self.slice_in(shape) if grows else self._slice())}
 
-    def restore_in_pieces(
+    def read_piece(
         self,
+        piece: int,
         find: Callable[[str, tf.DType], StoredSlice | None],
         read: Callable[[str], tf.Tensor],
-        agree: Callable[[BaseException | None], None],
-    ) -> None:
-        """Reads and assigns piece by piece; a joint call of all ranks.
+    ) -> Grouped:
+        """Reads a piece of this rank's slice; may run in any thread.
 
         Args:
+            piece: number of the piece.
             find: returns where a slice of a dtype is, if the files have it as
                 it is. Slices are in TensorFlow's notation.
             read: returns the values of a slice, for those that `find` does
                 not find.
-            agree: is given the error of this rank, or None, and raises an
-                error if there is one on any rank.
         """
-        pieces = self.pieces
+        slice_spec = self._slice(piece, self.pieces)
+        stored = find(slice_spec, self.dtype)
+        if stored is None:
+            return self._grouped(read(slice_spec), piece, self.pieces)
+        return read_piece(stored, self.dtype, self._cells(piece, self.pieces))
 
-        def grouped(piece: int) -> Grouped:
-            slice_spec = self._slice(piece, pieces)
-            stored = find(slice_spec, self.dtype)
-            if stored is None:
-                return self._grouped(read(slice_spec), piece, pieces)
-            return read_piece(stored, self.dtype, self._cells(piece, pieces))
+    def assign_piece(self, piece: int, found: Grouped) -> None:
+        """Assigns what all ranks have read of a piece; a joint call.
 
-        with futures.ThreadPoolExecutor(_READ_AHEAD) as threads:
-            first = range(min(_READ_AHEAD, pieces))
-            ahead = [threads.submit(grouped, piece) for piece in first]
-            for piece in range(pieces):
-                reading = ahead.pop(0)
-                agree(reading.exception())
-                found = reading.result()
-                del reading
-                if piece + _READ_AHEAD < pieces:
-                    ahead.append(threads.submit(grouped, piece + _READ_AHEAD))
-                self._assign(found, piece, pieces)
-
-    def _assign(self, found: Grouped, piece: int, pieces: int) -> None:
-        """Assigns what the ranks have read of their pieces."""
-        spec = self._spec
+        Args:
+            piece: number of the piece.
+            found: what `read_piece` has returned.
+        """
+        spec, pieces = self._spec, self.pieces
         if self._by_column:
             bounds = self._bounds(spec.rank, pieces)
             self._assign_rows(found.own, np.arange(*bounds[piece : piece + 2]))
             return
         rows = self._local_rows_of_all(piece, pieces)
         self._assign_rows(found.own, rows.pop(spec.rank))
-        if spec.world_size > 1:
-            others, _ = self._collectives.all_to_all(
-                found.others, found.splits, f"{spec.table}/restore"
-            )
-            self._assign_rows(others, np.concatenate(rows))
+        others, _ = self._collectives.all_to_all(
+            found.others, found.splits, f"{spec.table}/restore"
+        )
+        self._assign_rows(others, np.concatenate(rows))
 
     def _assign_rows(self, values: tf.Tensor, local: np.ndarray) -> None:
         """Assigns values to local rows; the last part may lack the last row."""

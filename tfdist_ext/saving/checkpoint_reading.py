@@ -16,8 +16,10 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
+from concurrent import futures
 
 import numpy as np
 import tensorflow as tf
@@ -27,6 +29,8 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm import calls
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding.checkpoint_slices import SavedShard
+from tfdist_ext.ops.checkpoint_ops import Grouped
+from tfdist_ext.ops.checkpoint_ops import StoredSlice
 from tfdist_ext.saving import changed_rows
 from tfdist_ext.saving.changed_rows import DeltaRows
 from tfdist_ext.saving.checkpoint_index import Index
@@ -37,6 +41,7 @@ from tfdist_ext.type_names import Variable
 
 # Functions that restore an object, with the tensors read for each.
 Read = list[tuple[Callable[..., object], dict[str, TensorLike]]]
+_READ_AHEAD = 3  # pieces
 # Attributes in which TensorFlow's saveables have their variable.
 _VARIABLES = (
     "_trackable",
@@ -70,7 +75,7 @@ def restore(
     """
     read: Read = []
     large = _large_shards(saver)
-    in_pieces: list[Callable[[Collectives | None], None]] = []
+    pieces: list[_Piece] = []
     failure: Exception | None = None
     delta: DeltaRows | None = None
     path = _text(file_prefix)
@@ -84,15 +89,14 @@ def restore(
                     *(original, saver, path, options, collectives, read),
                     *(full, delta),
                 )
-        in_pieces = _read_large(large, path, full, delta, read)
+        pieces = _read_large(large, path, full, delta, read)
     except Exception as error:
         failure = error
     raise_on_all_ranks(failure, collectives)
     while read:  # frees each value once it is assigned
         fn, tensors = read.pop(0)
         fn(tensors)
-    for restore_in_pieces in in_pieces:
-        restore_in_pieces(collectives)
+    _restore_pieces(pieces, path, collectives)
     return {}
 
 
@@ -113,8 +117,8 @@ def _read_large(
     full: str | None,
     delta: DeltaRows | None,
     read: Read,
-) -> list[Callable[[Collectives | None], None]]:
-    """Reads large shards, or returns what reads them in pieces.
+) -> list[_Piece]:
+    """Reads large shards, or returns their pieces.
 
     Args:
         large: shards by key.
@@ -127,7 +131,7 @@ def _read_large(
         return []
     index = Index(path)
     before = index if full is None else Index(full)
-    in_pieces: list[Callable[[Collectives | None], None]] = []
+    pieces: list[_Piece] = []
     for key, shard in large.items():
         reader, shape = _reader(path, key, shard.dtype), index.shape(key)
         if full is not None and delta is not None and key in delta.keys:
@@ -139,13 +143,14 @@ def _read_large(
             # Older checkpoints and those of one process have other slices.
             and index.most_bytes(key) <= 2 * shard.piece_bytes
         ):
-            in_pieces.append(
-                functools.partial(_restore_in_pieces, key, shard, index, path)
-            )
+            find = functools.partial(index.stored, key)
+            pieces += [
+                _Piece(shard, i, find, reader) for i in range(shard.pieces)
+            ]
             continue
         whole = shard.read_whole(reader, shape or shard.shape)
         read.append((shard.restore, whole))
-    return in_pieces
+    return pieces
 
 
 def _reader(
@@ -176,30 +181,56 @@ def _reader(
     return read
 
 
-def _restore_in_pieces(
-    key: str,
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A piece of a large shard, and what finds and reads it."""
+
+    shard: SavedShard
+    number: int
+    find: Callable[[str, tf.DType], StoredSlice | None]
+    reader: Callable[[str], tf.Tensor]
+
+    def read(self) -> Grouped:
+        return self.shard.read_piece(self.number, self.find, self.reader)
+
+
+def _restore_pieces(
+    pieces: list[_Piece], path: str, collectives: Collectives | None
+) -> None:
+    """Reads and assigns piece by piece; a joint call of all ranks."""
+    if not pieces:
+        return
+    with futures.ThreadPoolExecutor(_READ_AHEAD) as threads:
+        ahead = [threads.submit(each.read) for each in pieces[:_READ_AHEAD]]
+        for piece, following in itertools.zip_longest(
+            pieces, pieces[_READ_AHEAD:]
+        ):
+            reading = ahead.pop(0)
+            _agree(reading.exception(), piece.shard, path, collectives)
+            found = reading.result()
+            del reading
+            if following is not None:
+                ahead.append(threads.submit(following.read))
+            piece.shard.assign_piece(piece.number, found)
+
+
+def _agree(
+    failure: BaseException | None,
     shard: SavedShard,
-    index: Index,
     path: str,
     collectives: Collectives | None,
 ) -> None:
-    def agree(failure: BaseException | None) -> None:
-        try:
-            raise_on_all_ranks(failure, collectives)
-        except tf.errors.OpError as error:
-            raise tf.errors.DataLossError(
-                None,
-                None,
-                f"Table '{shard.table}' is partly restored, and those before "
-                f"it are restored: '{path}' is damaged ({error.message}). "
-                "Restore another checkpoint before you train or save.",
-            ) from error
-
-    shard.restore_in_pieces(
-        functools.partial(index.stored, key),
-        _reader(path, key, shard.dtype),
-        agree,
-    )
+    """Raises on all ranks if one of them could not read its piece."""
+    try:
+        raise_on_all_ranks(failure, collectives)
+    except tf.errors.OpError as error:
+        raise tf.errors.DataLossError(
+            None,
+            None,
+            f"Table '{shard.table}' is partly restored, and those before "
+            f"it are restored: '{path}' is damaged ({error.message}). "
+            "Restore another checkpoint before you train or save.",
+        ) from error
 
 
 def raise_on_all_ranks(
