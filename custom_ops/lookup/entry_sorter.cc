@@ -16,9 +16,12 @@ int64_t Cut(int64_t limit, int64_t i, int64_t size) {
 }
 
 // Divides the rows of a table into ranges that are large enough for a thread.
-int64_t CountRanges(const TableEntries& table, int threads) {
+// Each range costs a search of all entries of its table, so there are no more
+// ranges of all tables, with `total` entries, than threads need.
+int64_t CountRanges(const TableEntries& table, int64_t total, int threads) {
   if (table.count == 0) return 0;
-  return std::clamp<int64_t>(table.count / kEntriesPerRange, 1, threads);
+  const int64_t needed = (table.count * threads + total - 1) / total;
+  return std::clamp<int64_t>(table.count / kEntriesPerRange, 1, needed);
 }
 
 }  // namespace
@@ -59,8 +62,10 @@ absl::Status EntrySorter::Sort(tensorflow::OpKernelContext* ctx,
   auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
   std::vector<SortedRange> ranges;
   std::vector<Task> tasks;
+  int64_t total = 0;
+  for (size_t t = first; t < end; ++t) total += tables[t].count;
   for (size_t t = first; t < end; ++t) {
-    const int64_t size = CountRanges(tables[t], pool->NumThreads());
+    const int64_t size = CountRanges(tables[t], total, pool->NumThreads());
     for (int64_t i = 0; i < size; ++i) {
       if (scratch->size() == ranges.size()) {
         scratch->push_back(std::make_unique<SortedEntries>());

@@ -39,18 +39,25 @@ int64_t SortedEntries::Select(const TableEntries& entries) const {
 }
 
 template <typename Visit>
-void SortedEntries::ForEach(const TableEntries& entries,
-                            const Visit& visit) const {
+void SortedEntries::ForAll(const TableEntries& entries,
+                           const Visit& visit) const {
   for (const LookupBlock& block : entries.blocks) {
     uint64_t offset = block.first_value;
     for (int64_t s = 0; s < block.samples; ++s, offset += block.width) {
       const int64_t* splits = entries.row_splits + block.first_sample + s;
       for (int64_t i = splits[0]; i < splits[1]; ++i) {
-        const uint64_t row = entries.rows[i] - low_;
-        if (all_ || row < range_) visit(i, row, offset);
+        visit(i, entries.rows[i] - low_, offset);
       }
     }
   }
+}
+
+template <typename Visit>
+void SortedEntries::ForEach(const TableEntries& entries,
+                            const Visit& visit) const {
+  ForAll(entries, [&](int64_t i, uint64_t row, uint64_t offset) {
+    if (all_ || row < range_) visit(i, row, offset);
+  });
 }
 
 void SortedEntries::SortByBins(const TableEntries& entries, int64_t selected) {
@@ -103,22 +110,34 @@ void SortedEntries::SortByBins(const TableEntries& entries, int64_t selected) {
 void SortedEntries::SortByDigits(const TableEntries& entries,
                                  int64_t selected) {
   const int bits = entries.offset_bits;
-  SortBuffers sort = {keys_.Resize(selected), spare_keys_.Resize(selected)};
+  SortBuffers sort = {keys_.Resize(selected + 1), spare_keys_.Resize(selected)};
   if (weighted_) {
-    sort.values = weight_bits_.Resize(2 * selected);
-    sort.spare_values = sort.values + selected;
+    sort.values = weight_bits_.Resize(2 * selected + 1);
+    sort.spare_values = sort.values + selected + 1;
   }
   int64_t size = 0;
   bool ascending = true;
   uint64_t last = 0;
-  ForEach(entries, [&](int64_t i, uint64_t row, uint64_t offset) {
+  const auto take = [&](int64_t i, uint64_t row, uint64_t offset, bool inside) {
     if (weighted_) {
       std::memcpy(sort.values + size, entries.weights + i, sizeof(float));
     }
-    ascending &= row >= last;
-    last = row;
-    sort.keys[size++] = row << bits | offset;
-  });
+    ascending &= row >= last || !inside;
+    last = inside ? row : last;
+    sort.keys[size] = row << bits | offset;
+    size += inside;
+  };
+  if (all_) {
+    ForAll(entries, [&](int64_t i, uint64_t row, uint64_t offset) {
+      take(i, row, offset, true);
+    });
+  } else {
+    // Which entries are in the range is unpredictable, so each is written, as
+    // in SortByBins.
+    ForAll(entries, [&](int64_t i, uint64_t row, uint64_t offset) {
+      take(i, row, offset, row < range_);
+    });
+  }
   if (!ascending) RadixSort(size, bits, bits + BitWidth(range_ - 1), &sort);
   const uint64_t mask = (uint64_t{1} << bits) - 1;
   int64_t* rows = rows_.data();

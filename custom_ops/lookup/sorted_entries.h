@@ -52,8 +52,10 @@ class SortedEntries {
   // Sorts in several passes, over digits of the rows.
   void SortByDigits(const TableEntries& entries, int64_t selected);
 
-  // Calls visit(entry, row - low, offset of its sample) for the entries in the
-  // range.
+  // Calls visit(entry, row - low, offset of its sample) for all entries of the
+  // table, and for those in the range.
+  template <typename Visit>
+  void ForAll(const TableEntries& entries, const Visit& visit) const;
   template <typename Visit>
   void ForEach(const TableEntries& entries, const Visit& visit) const;
 
