@@ -3,11 +3,19 @@
 
 import re
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.embedding.placements import TABLE
+from tests.embedding.placements import kinds
+from tests.embedding.placements import spec_of
+from tests.thread_ranks import run_on_ranks
+from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding import checkpoint_slices
+from tfdist_ext.embedding.checkpoint_slices import SavedShard
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.tables.placement import ids_of_part
 
 
 def _slices(rows, dim, world, row_parts, column_parts):
@@ -57,3 +65,55 @@ def test_a_huge_table_has_few_pieces():
     assert len(slices) == 512
     largest = max(4 * height * width for _, height, _, width in slices)
     assert shard.piece_bytes == largest > checkpoint_slices.PIECE
+
+
+class OnGpu:
+    """A variable that says to be on a GPU; TensorFlow puts ops on the CPU."""
+
+    device = "/job:localhost/replica:0/task:0/device:GPU:0"
+
+    def __init__(self, variable):
+        self._variable = variable
+
+    def __getattr__(self, name):
+        return getattr(self._variable, name)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("slot", [False, True], ids=["table", "slot"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_pieces_are_read_and_assigned(monkeypatch, ranks, slot, on_gpu):
+    """Every kind of placement; the last row of some parts is padding."""
+    whole = TABLE[:, 0] if slot else TABLE
+    monkeypatch.setattr(checkpoint_slices, "PIECE", 3 * whole[0].nbytes)
+
+    def read(text):
+        """A slice of the table, in TensorFlow's notation."""
+        extents = text.split(" ")[-1].split(":")
+        bounds = [map(int, each.split(",")) for each in extents]
+        slices = [slice(first, first + size) for first, size in bounds]
+        return tf.constant(whole[tuple(slices)])
+
+    def work(group):
+        pieces = {}
+        for name, placement in kinds(ranks).items():
+            spec = spec_of(placement, group.rank, ranks)
+            shape = spec.local_shape[: whole.ndim]
+            variable = tf.Variable(tf.fill(shape, -1.0))
+            held = OnGpu(variable) if on_gpu else variable
+            shard = SavedShard(held, spec, Collectives(group))
+            pieces[name] = shard.pieces
+            for piece in range(shard.pieces):
+                found = shard.read_piece(piece, lambda *_: None, read)
+                shard.assign_piece(piece, found)
+            expected = np.full(shape, -1.0)
+            if spec.cell is not None:
+                ids = ids_of_part(spec.cell[0], spec.row_parts, spec.rows)
+                rows = whole[ids]
+                rows = rows if slot else rows[:, slice(*spec.columns)]
+                expected[: len(ids)] = rows
+            np.testing.assert_array_equal(variable, expected, name)
+        return pieces
+
+    for pieces in run_on_ranks(ranks, work):
+        assert min(pieces["first"], pieces["columns"]) > 1

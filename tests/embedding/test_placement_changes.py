@@ -5,6 +5,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.embedding.placements import DIM
+from tests.embedding.placements import ROWS
+from tests.embedding.placements import TABLE
+from tests.embedding.placements import kinds
+from tests.embedding.placements import spec_of
 from tests.thread_ranks import run_on_ranks
 from tfdist_ext import marks
 from tfdist_ext.comm.collectives import Collectives
@@ -12,28 +17,6 @@ from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.embedding import whole_tables
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
-
-ROWS, DIM = 23, 5
-TABLE = np.arange(1, ROWS * DIM + 1, dtype=np.float32).reshape(ROWS, DIM)
-
-
-def kinds(ranks):
-    """One of each kind; those on some ranks are not on the first ones."""
-    return {
-        "first": TablePlacement.table_wise(0),
-        "last": TablePlacement.table_wise(ranks - 1),
-        "rows": TablePlacement.row_wise(ranks),
-        "columns": TablePlacement.column_wise(ranks),
-        "some rows": TablePlacement(2, 1, (ranks - 1, 0)),
-        "some columns": TablePlacement(1, 2, (ranks - 1, 0)),
-        "grid": TablePlacement(1 + (ranks > 3), 2, tuple(range(ranks))[:4])
-        if ranks > 3
-        else TablePlacement(1, 2, (1, 0)),
-    }
-
-
-def spec_of(placement, rank, ranks):
-    return ShardSpec.of("table", ROWS, DIM, placement, rank, ranks)
 
 
 def part_of(whole, spec):

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.thread_ranks import run_on_ranks
+from tfdist_ext.ops import collective_ops
 from tfdist_ext.ops.checkpoint_ops import Cells
+from tfdist_ext.ops.checkpoint_ops import Grouped
 from tfdist_ext.ops.checkpoint_ops import StoredSlice
 from tfdist_ext.ops.checkpoint_ops import read_piece
 from tfdist_ext.saving.checkpoint_index import Index
@@ -158,3 +163,104 @@ def test_impossible_pieces_are_refused(tmp_path, shape, cell):
     cells = Cells(0, 1, 0, np.array([cell]))
     with pytest.raises(tf.errors.InvalidArgumentError, match="must be"):
         read_piece(stored, tf.float32, cells)
+
+
+def assign(group, variable, own, others, splits, rows, error=""):
+    collective_ops.assign_piece(
+        group,
+        variable,
+        Grouped(own, others, np.array(splits)),
+        np.array(rows),
+        error,
+        tag=2,
+        label="table",
+    )
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
+def test_rows_are_received_into_the_variable(dtype):
+    """Rank r sends 3 * r + peer to peers; rank 2 has fewer rows than fit."""
+
+    def work(group):
+        rank, width = group.rank, 2 + group.rank
+        variable = tf.Variable(tf.cast(tf.fill([7, width], -1), dtype))
+        rows = [(0, 2), (2, 2), (4, 2)]  # row 6 remains as it is
+        count = 1 if rank == 2 else 2
+        numbers = [
+            np.full([count * (2 + peer)], 3 * rank + peer) for peer in range(3)
+        ]
+        own = tf.cast(numbers[rank].reshape(-1, width), dtype)
+        numbers[rank] = numbers[rank][:0]
+        others = tf.cast(np.concatenate(numbers), dtype)
+        before = variable.read_value()  # a reader of the same buffer
+        assign(group, variable, own, others, list(map(len, numbers)), rows)
+        np.testing.assert_array_equal(before, np.full([7, width], -1))
+        return variable.numpy()
+
+    for rank, found in enumerate(run_on_ranks(3, work)):
+        expected = [rank, rank, 3 + rank, 3 + rank, 6 + rank, -1, -1]
+        assert found.astype(int)[:, 0].tolist() == expected
+        assert (found == found[:, :1]).all()
+
+
+NOTHING = np.zeros([0], np.float32)
+ROWS_OF_TWO = [(0, 2), (2, 2)]
+WRONG = {
+    "an error": ({"error": "DataLossError: bad"}, "rank 1: DataLossError: bad"),
+    "splits": ({"splits": [3, 0]}, "rank 1: send_splits sum"),
+    "dtype": ({"own": tf.ones([1, 2], tf.bfloat16)}, "ranks disagree"),
+    "places": ({"rows": [(0, 2)]}, r"rank 1: rows must be \[2, 2\]"),
+    "outside": ({"rows": [(0, 2), (4, 2)]}, "rank 1: .* 5, received 2 from"),
+    "too many rows": ({"own": np.ones([3, 2], np.float32)}, "for at most 2"),
+    "half a row": ({"own": np.ones([1, 1], np.float32)}, "rows of 8 bytes"),
+    "an integer table": ({"variable": tf.zeros([5, 2], tf.int32)}, "must be f"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_inputs_of_one_rank_fail_on_all(wrong):
+    changed, text = WRONG[wrong]
+
+    def work(group):
+        variable = tf.Variable(tf.fill([5, 2], -1.0))
+        arguments = {
+            "variable": variable,
+            "own": np.ones([2, 2], np.float32),
+            "others": np.ones([4], np.float32),
+            "splits": [0, 4] if group.rank == 0 else [4, 0],
+            "rows": ROWS_OF_TWO,
+        }
+        right = dict(arguments)
+        if group.rank == 1:
+            arguments.update(changed)
+            arguments["variable"] = tf.Variable(arguments["variable"])
+            if arguments["own"].dtype == tf.bfloat16:
+                arguments["others"] = tf.cast(arguments["others"], tf.bfloat16)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+            assign(group, **arguments)
+        assert (variable.numpy() == -1).all()
+        if wrong != "dtype":  # with it, the ranks' messages differ
+            assign(group, **right)
+            assert (variable.numpy()[:4] == 1).all()
+
+    run_on_ranks(2, work)
+
+
+TEXT = "rank 1 has read 24 bytes for at most 2 rows of 8 bytes"
+
+
+def test_more_rows_than_the_receiver_expects():
+    def work(group):
+        variable = tf.Variable(tf.fill([5, 2], -1.0))
+        count = 2 if group.rank == 0 else 6
+        splits = [0, count] if group.rank == 0 else [count, 0]
+        others, own = np.ones([count], np.float32), np.ones([0, 2], np.float32)
+        # Rank 1 may have sent its rows before rank 0 has failed.
+        error = pytest.raises(tf.errors.InvalidArgumentError, match=TEXT)
+        if group.rank == 1:
+            error = contextlib.suppress(tf.errors.InvalidArgumentError)
+        with error:
+            assign(group, variable, own, others, splits, ROWS_OF_TWO)
+        return variable.numpy()
+
+    assert (run_on_ranks(2, work)[0] == -1).all()

@@ -28,7 +28,7 @@ ON_HOST = {
         ),
         KEYS,
     ),
-    "ReadPiece": FILES,
+    **dict.fromkeys(("ReadPiece", "AssignPiece"), FILES),
     "SliceOfRank": BATCHES,
     **dict.fromkeys(
         (

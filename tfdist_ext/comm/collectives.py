@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
@@ -26,6 +27,7 @@ from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.comm.requests import Place
 from tfdist_ext.comm.requests import Requests
 from tfdist_ext.ops import collective_ops
+from tfdist_ext.ops.checkpoint_ops import Grouped
 from tfdist_ext.tables.problem import Machine
 from tfdist_ext.type_names import Layer
 from tfdist_ext.type_names import Model
@@ -472,6 +474,29 @@ class Collectives:
                 tensor,
                 send_splits,
                 tag=self.tag(label, "all_to_all", tensor.dtype),
+                label=label,
+            )
+
+    def assign_piece(
+        self,
+        variable: tf.Variable,
+        found: Grouped,
+        rows: np.ndarray,
+        error: str,
+        label: str,
+    ) -> None:
+        """Assigns a piece of a table, see `collective_ops.assign_piece`.
+
+        It uses the process group with engine="horovod" too.
+        """
+        with self._exchanging(label):
+            collective_ops.assign_piece(
+                self.group,
+                variable,
+                found,
+                rows,
+                error,
+                tag=self.tag(label, "assign_piece", found.own.dtype),
                 label=label,
             )
 

@@ -159,7 +159,7 @@ class SavedShard:
         rows = -(-spec.rows // spec.row_parts)
         return not self._by_column and rows < spec.world_size
 
-    @property
+    @functools.cached_property
     def pieces(self) -> int:
         """Number of pieces of each rank's slice, the same on all ranks."""
         spec = self._spec
@@ -292,33 +292,52 @@ class SavedShard:
             return self._grouped(read(slice_spec), piece, self.pieces)
         return read_piece(stored, self.dtype, self._cells(piece, self.pieces))
 
-    def assign_piece(self, piece: int, found: Grouped) -> None:
+    def assign_piece(
+        self, piece: int, found: Grouped | None, error: str = ""
+    ) -> None:
         """Assigns what all ranks have read of a piece; a joint call.
 
         Args:
             piece: number of the piece.
-            found: what `read_piece` has returned.
-        """
-        spec, pieces = self._spec, self.pieces
-        if self._by_column:
-            bounds = self._bounds(spec.rank, pieces)
-            self._assign_rows(found.own, np.arange(*bounds[piece : piece + 2]))
-            return
-        rows = self._local_rows_of_all(piece, pieces)
-        self._assign_rows(found.own, rows.pop(spec.rank))
-        others, _ = self._collectives.all_to_all(
-            found.others, found.splits, f"{spec.table}/restore"
-        )
-        self._assign_rows(others, np.concatenate(rows))
+            found: what `read_piece` has returned; None if it has failed.
+            error: why it has failed, or empty.
 
-    def _assign_rows(self, values: tf.Tensor, local: np.ndarray) -> None:
-        """Assigns values to local rows; the last part may lack the last row."""
-        shape = (-1, self._spec.local_dim)[: self._variable.shape.rank]
-        values = tf.reshape(values, shape)
-        with tf.device(self._variable.device):
-            self._variable.scatter_update(
-                tf.IndexedSlices(values, local[: values.shape[0]])
-            )
+        Raises:
+            tf.errors.InvalidArgumentError: a rank has an error. Nothing is
+                assigned on any rank.
+        """
+        spec, variable = self._spec, self._variable
+        if found is None:
+            nothing = tf.zeros([0], self.dtype)
+            found = Grouped(nothing, nothing, np.zeros(spec.world_size, int))
+        rows = self._rows_of_piece(piece)
+        assign = functools.partial(
+            self._collectives.assign_piece, label=f"{spec.table}/restore"
+        )
+        if "GPU" not in variable.device:
+            return assign(variable, found, rows, error)
+        local = np.concatenate([first + np.arange(n) for first, n in rows])
+        with tf.device("CPU:0"):
+            host = tf.Variable(self._read(local))
+        ends = np.cumsum(rows[:, 1])
+        rows = np.stack([ends - rows[:, 1], rows[:, 1]], 1)
+        assign(host, found, rows, error)
+        with tf.device(variable.device):
+            variable.scatter_update(tf.IndexedSlices(host.read_value(), local))
+
+    def _rows_of_piece(self, piece: int) -> np.ndarray:
+        """Local rows of a piece of each rank, at most: first and number.
+
+        Returns:
+            int64 `[ranks, 2]`. The last row may be padding.
+        """
+        ranks = range(self._spec.world_size)
+        bounds = np.array([self._bounds(rank, self.pieces) for rank in ranks])
+        bounds = np.minimum(bounds, self._variable.shape[0])
+        rows = np.stack([bounds[:, piece], np.diff(bounds)[:, piece]], 1)
+        if self._by_column:  # other ranks have read nothing of this shard
+            rows[np.arange(len(rows)) != self._spec.rank] = 0
+        return rows
 
     def _piece_shape(self, piece: int) -> tf.TensorShape:
         """The shape of a piece of this rank's slice."""
@@ -541,7 +560,8 @@ class SavedShard:
         spec = self._spec
         ranks = range(spec.world_size)
         if self._by_column:
-            return Grouped(rows, rows[:0], np.zeros_like(ranks))
+            nothing = tf.reshape(rows[:0], [-1])
+            return Grouped(rows, nothing, np.zeros_like(ranks))
         places = self._places_of_parts(piece, pieces)
         cells = self._cells(piece, pieces).of_ranks
         with tf.device("CPU:0"):

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.ops.checkpoint_ops import Grouped
 from tfdist_ext.ops.library import library
 from tfdist_ext.type_names import Keywords
 
@@ -106,6 +108,44 @@ def all_to_all(
     )
     _run_independently(result.output)
     return result.output, result.recv_splits
+
+
+def assign_piece(
+    group: Group,
+    variable: tf.Variable,
+    found: Grouped,
+    rows: np.ndarray,
+    error: str,
+    *,
+    tag: int,
+    label: str = "",
+) -> None:
+    """Assigns a piece of a table that all ranks have read, without copies.
+
+    Args:
+        group: the process group.
+        variable: this rank's shard, float32 or bfloat16, in host memory.
+        found: what this rank has read.
+        rows: int64 `[world_size, 2]`, where the rows go that each rank has
+            read: the first row of the variable, and how many rows may be
+            assigned from there on.
+        error: why this rank could not read its part, or empty.
+        tag: an even number that identifies this op.
+        label: the label for errors and statistics.
+
+    Raises:
+        tf.errors.InvalidArgumentError: a rank has an error. Nothing is
+            assigned on any rank.
+    """
+    library().tfdist_assign_piece(
+        variable=variable.handle,
+        own=found.own,
+        others=found.others,
+        splits=found.splits,
+        rows=rows,
+        error=error,
+        **_attributes(group, tag, label),
+    )
 
 
 def all_gather(

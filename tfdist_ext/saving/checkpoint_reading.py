@@ -96,7 +96,7 @@ def restore(
     while read:  # frees each value once it is assigned
         fn, tensors = read.pop(0)
         fn(tensors)
-    _restore_pieces(pieces, path, collectives)
+    _restore_pieces(pieces, path)
     return {}
 
 
@@ -194,9 +194,7 @@ class _Piece:
         return self.shard.read_piece(self.number, self.find, self.reader)
 
 
-def _restore_pieces(
-    pieces: list[_Piece], path: str, collectives: Collectives | None
-) -> None:
+def _restore_pieces(pieces: list[_Piece], path: str) -> None:
     """Reads and assigns piece by piece; a joint call of all ranks."""
     if not pieces:
         return
@@ -205,32 +203,30 @@ def _restore_pieces(
         for piece, following in itertools.zip_longest(
             pieces, pieces[_READ_AHEAD:]
         ):
-            reading = ahead.pop(0)
-            _agree(reading.exception(), piece.shard, path, collectives)
-            found = reading.result()
-            del reading
             if following is not None:
                 ahead.append(threads.submit(following.read))
-            piece.shard.assign_piece(piece.number, found)
+            _assign(piece, ahead.pop(0), path)
 
 
-def _agree(
-    failure: BaseException | None,
-    shard: SavedShard,
-    path: str,
-    collectives: Collectives | None,
-) -> None:
-    """Raises on all ranks if one of them could not read its piece."""
+def _assign(piece: _Piece, reading: futures.Future[Grouped], path: str) -> None:
+    """Assigns a piece, unless a rank could not read its part of it."""
+    failure = reading.exception()
+    shard = piece.shard
     try:
-        raise_on_all_ranks(failure, collectives)
-    except tf.errors.OpError as error:
+        if failure is None:
+            shard.assign_piece(piece.number, reading.result())
+        else:
+            shard.assign_piece(piece.number, None, calls.brief_error(failure))
+    except tf.errors.InvalidArgumentError as error:
+        if failure is not None and not isinstance(failure, tf.errors.OpError):
+            raise failure from None
         raise tf.errors.DataLossError(
             None,
             None,
             f"Table '{shard.table}' is partly restored, and those before "
             f"it are restored: '{path}' is damaged ({error.message}). "
             "Restore another checkpoint before you train or save.",
-        ) from error
+        ) from failure
 
 
 def raise_on_all_ranks(
