@@ -210,7 +210,8 @@ test-tsan: build
 	LD_PRELOAD="$(foreach lib,libtsan.so libstdc++.so.6,\
 	    $(shell $(CXX) -print-file-name=$(lib)))" \
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_collective_ops.py \
-	    tests/ops/test_collective_errors.py tests/comm
+	    tests/ops/test_collective_errors.py \
+	    tests/ops/test_checkpoint_ops.py tests/comm
 
 # What tests run of the package's Python and C++, in whatever process. Not seen:
 # processes that are killed, Python that autograph has converted or that runs in

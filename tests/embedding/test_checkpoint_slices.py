@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slices in which ranks write a table."""
 
+import functools
 import re
 
 import numpy as np
@@ -79,39 +80,75 @@ class OnGpu:
         return getattr(self._variable, name)
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("slot", [False, True], ids=["table", "slot"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_pieces_are_read_and_assigned(monkeypatch, ranks, slot, on_gpu):
-    """Every kind of placement; the last row of some parts is padding."""
-    whole = TABLE[:, 0] if slot else TABLE
+def slice_of(whole, text):
+    """A slice of a table, in TensorFlow's notation."""
+    extents = text.split(" ")[-1].split(":")
+    bounds = [map(int, each.split(",")) for each in extents]
+    slices = [slice(first, first + size) for first, size in bounds]
+    return tf.constant(whole[tuple(slices)])
+
+
+def part_of(whole, spec):
+    """A rank's part; padding is -1."""
+    shape = spec.local_shape[: whole.ndim]
+    part = np.full(shape, -1.0, np.float32)
+    if spec.cell is not None:
+        ids = ids_of_part(spec.cell[0], spec.row_parts, spec.rows)
+        columns = slice(*spec.columns)
+        part[: len(ids)] = (
+            whole[ids] if whole.ndim == 1 else whole[ids, columns]
+        )
+    return part
+
+
+as_table_or_slot = pytest.mark.parametrize(
+    "whole", [TABLE, TABLE[:, 0]], ids=["table", "slot"]
+)
+every_size = pytest.mark.parametrize("ranks", [2, 3, 4])
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+@as_table_or_slot
+@every_size
+def test_pieces_are_written(monkeypatch, ranks, whole, snapshot):
+    """Every kind of placement, also if a rank has no part of the table."""
     monkeypatch.setattr(checkpoint_slices, "PIECE", 3 * whole[0].nbytes)
 
-    def read(text):
-        """A slice of the table, in TensorFlow's notation."""
-        extents = text.split(" ")[-1].split(":")
-        bounds = [map(int, each.split(",")) for each in extents]
-        slices = [slice(first, first + size) for first, size in bounds]
-        return tf.constant(whole[tuple(slices)])
+    def work(group):
+        for name, placement in kinds(ranks).items():
+            spec = spec_of(placement, group.rank, ranks)
+            variable = tf.Variable(part_of(whole, spec))
+            shard = SavedShard(variable, spec, Collectives(group))
+            pieces = shard.pieces_of_slice(snapshot)
+            for text, piece in pieces.items():
+                expected = slice_of(whole, text)
+                np.testing.assert_array_equal(piece.read(), expected, name)
+                assert piece.shape == expected.shape
+            assert len(pieces) == shard.pieces
+
+    run_on_ranks(ranks, work)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@as_table_or_slot
+@every_size
+def test_pieces_are_read_and_assigned(monkeypatch, ranks, whole, on_gpu):
+    """Every kind of placement; the last row of some parts is padding."""
+    monkeypatch.setattr(checkpoint_slices, "PIECE", 3 * whole[0].nbytes)
+    read = functools.partial(slice_of, whole)
 
     def work(group):
         pieces = {}
         for name, placement in kinds(ranks).items():
             spec = spec_of(placement, group.rank, ranks)
-            shape = spec.local_shape[: whole.ndim]
-            variable = tf.Variable(tf.fill(shape, -1.0))
+            expected = part_of(whole, spec)
+            variable = tf.Variable(np.full_like(expected, -1))
             held = OnGpu(variable) if on_gpu else variable
             shard = SavedShard(held, spec, Collectives(group))
             pieces[name] = shard.pieces
             for piece in range(shard.pieces):
                 found = shard.read_piece(piece, lambda *_: None, read)
                 shard.assign_piece(piece, found)
-            expected = np.full(shape, -1.0)
-            if spec.cell is not None:
-                ids = ids_of_part(spec.cell[0], spec.row_parts, spec.rows)
-                rows = whole[ids]
-                rows = rows if slot else rows[:, slice(*spec.columns)]
-                expected[: len(ids)] = rows
             np.testing.assert_array_equal(variable, expected, name)
         return pieces
 

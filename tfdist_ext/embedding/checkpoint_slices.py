@@ -234,7 +234,7 @@ class SavedShard:
             self._slice(piece, pieces): Piece(
                 self._piece_shape(piece),
                 self.dtype,
-                functools.partial(make, piece, pieces, read, exchange),
+                functools.partial(make, piece, read, exchange),
             )
             for piece in range(pieces)
         }
@@ -342,8 +342,7 @@ class SavedShard:
     def _piece_shape(self, piece: int) -> tf.TensorShape:
         """The shape of a piece of this rank's slice."""
         spec = self._spec
-        bounds = self._bounds(spec.rank, self.pieces)
-        first, end = map(int, bounds[piece : piece + 2])
+        first, end = map(int, self._bounds(spec.rank, self.pieces)[piece:][:2])
         if self._by_column:
             return tf.TensorShape([end - first, spec.local_dim])
         rows = min(end * spec.row_parts, spec.rows) - first * spec.row_parts
@@ -456,12 +455,12 @@ class SavedShard:
         return tf.pad(rows, padding)
 
     def _own_rows(
-        self, piece: int, pieces: int, read: _ReadRows, exchange: _AllToAll
+        self, piece: int, read: _ReadRows, exchange: _AllToAll
     ) -> tf.Tensor:
         """Returns rows of this rank's columns."""
         del exchange
-        bounds = self._bounds(self._spec.rank, pieces)[piece : piece + 2]
-        return read(np.arange(*bounds))
+        first, count = self._rows_of_piece(piece)[self._spec.rank]
+        return read(first + np.arange(count))
 
     def _read(self, local: np.ndarray) -> tf.Tensor:
         """Copies local rows; a read of the variable may copy all of them."""
@@ -477,50 +476,61 @@ class SavedShard:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         return self._collectives.all_to_all(flat, splits, f"{self.table}/save")
 
-    def _local_rows_of_all(self, piece: int, pieces: int) -> list[np.ndarray]:
-        """The local rows in a piece of each rank."""
-        ranks = range(self._spec.world_size)
-        bounds = [self._bounds(rank, pieces) for rank in ranks]
-        return [np.arange(*each[piece : piece + 2]) for each in bounds]
-
     def _block(
-        self, piece: int, pieces: int, read: _ReadRows, exchange: _AllToAll
+        self, piece: int, read: _ReadRows, exchange: _AllToAll
     ) -> tf.Tensor:
         """Exchanges rows to make a piece of this rank's contiguous block."""
         width = self._widths()[self._spec.rank]
-        wanted = self._local_rows_of_all(piece, pieces)
-        rows = read(np.concatenate(wanted) if width else wanted[0][:0])
+        wanted = self._rows_of_piece(piece)
+        local = [first + np.arange(count) for first, count in wanted]
+        rows = read(np.concatenate(local) if width else local[0][:0])
         flat, received = exchange(
-            tf.reshape(rows, [-1]),
-            tf.constant([len(each) * width for each in wanted], tf.int64),
+            tf.reshape(rows, [-1]), tf.constant(wanted[:, 1] * width)
         )
-        return self._assemble(received, piece, pieces, flat)
+        return self._assemble(received, piece, flat)
 
     def _assemble(
-        self, received: tf.Tensor, piece: int, pieces: int, flat: tf.Tensor
+        self, received: tf.Tensor, piece: int, flat: tf.Tensor
     ) -> tf.Tensor:
+        """Orders the rows of a piece, which are received by rank."""
         spec, widths = self._spec, self._widths()
-        places = self._places_of_parts(piece, pieces)
         with tf.device("CPU:0"):
-            found = {
-                cell: tf.reshape(values, [-1, widths[rank]])
-                for rank, values in enumerate(tf.split(flat, received))
-                if (cell := spec.at(rank).cell) is not None
-            }
-            columns = [
-                tf.raw_ops.ParallelDynamicStitch(
-                    indices=places,
-                    # The last row of a shard may be padding.
-                    data=[
-                        found[part, j][: len(each)]
-                        for part, each in enumerate(places)
-                    ],
-                )
-                for j in self._columns()
-            ]
-            block = tf.concat(columns, 1) if len(columns) > 1 else columns[0]
+            if spec.column_parts == 1:
+                parts = [tf.reshape(flat, [-1, max(widths)])]
+            else:
+                of_ranks = [
+                    tf.reshape(values, [-1, widths[rank]])
+                    for rank, values in enumerate(tf.split(flat, received))
+                ]
+                parts = [
+                    tf.concat([of_ranks[rank] for rank in ranks], 0)
+                    for ranks in map(self._ranks_of_columns, self._columns())
+                ]
+            if spec.row_parts > 1:
+                parts = [
+                    tf.gather(part, self._order(piece, column))
+                    for column, part in enumerate(parts)
+                ]
+            block = tf.concat(parts, 1) if len(parts) > 1 else parts[0]
             shape = (-1, spec.dim)[: self._variable.shape.rank]
             return tf.reshape(block, shape)
+
+    def _ranks_of_columns(self, column: int) -> list[int]:
+        """The ranks that hold a column part."""
+        cells = [self._spec.at(r).cell for r in range(self._spec.world_size)]
+        return [r for r, cell in enumerate(cells) if cell and cell[1] == column]
+
+    def _order(self, piece: int, column: int) -> np.ndarray:
+        """Places of a piece's rows among those from ranks with some columns."""
+        places = self._places_of_parts(piece, self.pieces)
+        first, end = self._bounds(self._spec.rank, self.pieces)[piece:][:2]
+        order = np.empty(sum(map(len, places)), np.int32)
+        for number, rank in enumerate(self._ranks_of_columns(column)):
+            part, _ = self._spec.at(rank).cell or (0, 0)
+            # The last row of a shard may be padding.
+            rows = np.arange(len(places[part]))
+            order[places[part]] = number * (end - first) + rows
+        return order
 
     def _places_of_parts(self, piece: int, pieces: int) -> list[np.ndarray]:
         """Returns places of the ids of each row part in a piece, int32."""
