@@ -10,6 +10,7 @@ import tensorflow as tf
 import tfdist_ext
 from tfdist_ext.callbacks import Resume
 from tfdist_ext.embedding import checkpoint_slices
+from tfdist_ext.saving import saved_variable
 from tfdist_ext.saving.checkpoint_index import Index
 
 keras = tf.keras
@@ -62,9 +63,76 @@ def test_large_variables_are_written_in_pieces(
     tables = [key for key, shape in shapes.items() if shape == [99, 3]]
     assert len(tables) >= 3  # the table and two slots
     assert max(map(Index(path).most_bytes, tables)) <= 256
-    expected = [v.numpy().copy() for v in model.weights]
+    variables = [*model.weights, *model.optimizer.variables]
+    expected = [v.numpy().copy() for v in variables]
     for variable in model.weights:
         variable.assign(np.zeros(variable.shape))
+    read = count_pieces(monkeypatch)
     model.fit(ids, ids[:, :1], 3, verbose=0, callbacks=[saved])  # resumes
-    for variable, value in zip(model.weights, expected, strict=True):
+    for variable, value in zip(variables, expected, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
+    assert len(read) == 5 * len(tables)
+
+
+def count_pieces(monkeypatch):
+    """A list of the pieces that are read as they are in a file."""
+    read, found = saved_variable.read_piece, []
+
+    def counted(stored, *args):
+        found.append(stored)
+        return read(stored, *args)
+
+    monkeypatch.setattr(saved_variable, "read_piece", counted)
+    return found
+
+
+class Scale(keras.layers.Layer):
+    """Multiplies by the sum of a large weight."""
+
+    def __init__(self, shape):
+        super().__init__()
+        initializer = keras.initializers.RandomNormal(0.01)
+        self.large = self.add_weight(
+            name="large", shape=shape, initializer=initializer
+        )
+
+    def call(self, x):
+        return x * tf.reduce_sum(self.large)
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (3, 3, 8, 9), (999,)])
+def test_a_damaged_piece_is_found(tmp_path, monkeypatch, shape):
+    """Resume then takes the checkpoint before."""
+    monkeypatch.setattr(checkpoint_slices, "PIECE", 1024)
+    with tfdist_ext.HybridParallelStrategy().scope():
+        model = keras.Sequential([keras.Input([2]), Scale(shape)])
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    x, batches = np.ones([30, 2], np.float32), []
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batches.append(batch)
+    )
+
+    def train(**settings):
+        batches.clear()
+        callbacks = [Resume(tmp_path, **settings), count]
+        model.fit(x, x, 3, verbose=0, callbacks=callbacks)
+        variables = [*model.weights, *model.optimizer.variables]
+        return [v.numpy().copy() for v in variables]
+
+    expected = train(every=8)
+    read = count_pieces(monkeypatch)
+    equal(train(), expected)
+    assert not batches
+    assert len(read) == 2 * -(-4 * np.prod(shape) // 1024)
+    stored = read[-1]
+    with open(stored.file, "r+b") as file:
+        file.seek(stored.offset)
+        file.write(b"damage")
+    with pytest.warns(UserWarning, match="is damaged.*Checksum"):
+        equal(train(), expected)
+    assert batches == [8, 9]
+
+
+def equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import re
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -17,13 +15,11 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.embedding import checkpoint_slices
 from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.embedding.checkpoint_slices import Piece
 from tfdist_ext.embedding.checkpoint_slices import SavedShard
 from tfdist_ext.embedding.sharded_variable import fingerprints
 from tfdist_ext.keras_internals import value_of
-from tfdist_ext.ops.snapshot_ops import RowSnapshot
 from tfdist_ext.saving.checkpoint_files import Opened
 from tfdist_ext.tables import placement
 from tfdist_ext.type_names import SavedTensor
@@ -105,8 +101,6 @@ def name_of_rank(name: str, rank: int) -> str:
     return f"{name}/rank_{rank}" if rank else name
 
 
-# How keys of variables end.
-_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _IDS = re.compile(r"(.*)/rows_of_(\d+)/ids")
 
 
@@ -360,55 +354,6 @@ class ChangedRows:
 def trackable_of(tensor: SavedTensor) -> Trackable:
     """The object that a saver's tensor belongs to."""
     return getattr(tensor.trackable, "obj", tensor.trackable)
-
-
-def pieces_of(tensor: SavedTensor) -> dict[str, Piece]:
-    """The pieces of a variable of one process; empty if it is not in pieces."""
-    found = trackable_of(tensor)
-    if not tensor.checkpoint_key.endswith(_VALUE) or is_sum(found):
-        return {}
-    variable = variable_of(found)
-    if isinstance(variable, tf.distribute.DistributedValues):
-        local = variable.distribute_strategy.experimental_local_results
-        (variable,) = local(variable)
-    if not isinstance(variable, tf.Variable):
-        return {}
-    return _pieces_of_variable(variable)
-
-
-def _pieces_of_variable(variable: tf.Variable) -> dict[str, Piece]:
-    """The pieces of a large variable of one process, as it is now.
-
-    Args:
-        variable: a `tf.Variable` of TensorFlow.
-
-    Returns:
-        The pieces by slice, in TensorFlow's notation; they are read in another
-        thread. Empty for a variable that fits into a piece, is on a GPU, or has
-        strings or a shape that may change.
-    """
-    shape, dtype = variable.shape, variable.dtype
-    if not shape.is_fully_defined() or dtype == tf.string:
-        return {}
-    count = -(-shape.num_elements() * dtype.size // checkpoint_slices.PIECE)
-    if count < 2 or "GPU" in variable.device:
-        return {}
-    count = min(count, shape[0], checkpoint_slices.MOST_PIECES)
-    bounds = np.arange(count + 1) * shape[0] // count
-    snapshot, pieces = RowSnapshot(variable), {}
-
-    def read(first: int, end: int) -> tf.Tensor:
-        return snapshot.take(np.arange(first, end))
-
-    for first, end in itertools.pairwise(map(int, bounds)):
-        sizes = " ".join(map(str, shape))
-        rest = ":-" * (shape.rank - 1)
-        pieces[f"{sizes} {first},{end - first}{rest}"] = Piece(
-            tf.TensorShape([end - first, *shape[1:]]),
-            dtype,
-            functools.partial(read, first, end),
-        )
-    return pieces
 
 
 def saved_shard(trackable: Trackable) -> SavedShard | None:

@@ -34,6 +34,8 @@ from tfdist_ext.ops.checkpoint_ops import StoredSlice
 from tfdist_ext.saving import changed_rows
 from tfdist_ext.saving.changed_rows import DeltaRows
 from tfdist_ext.saving.checkpoint_index import Index
+from tfdist_ext.saving.saved_variable import SavedVariable
+from tfdist_ext.saving.saved_variable import saved_variable
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Trackable
@@ -42,6 +44,7 @@ from tfdist_ext.type_names import Variable
 # Functions that restore an object, with the tensors read for each.
 Read = list[tuple[Callable[..., object], dict[str, TensorLike]]]
 _READ_AHEAD = 3  # pieces
+_FLOATING = (tf.float32, tf.bfloat16, tf.float16, tf.float64)
 # Attributes in which TensorFlow's saveables have their variable.
 _VARIABLES = (
     "_trackable",
@@ -71,16 +74,21 @@ def restore(
             the checkpoint is full.
 
     Returns:
-        No operations, as all is done.
+        No operations if all is done, else those of TensorFlow's method.
     """
     read: Read = []
     large = _large_shards(saver)
+    variables: dict[str, list[_Piece]] = {}
     pieces: list[_Piece] = []
     failure: Exception | None = None
     delta: DeltaRows | None = None
     path = _text(file_prefix)
+    if collectives is None and full is None:
+        variables = _pieces_of_variables(saver, path)
+        if not variables:
+            return original(saver, file_prefix, options)
     try:
-        with _only(saver, lambda key: key not in large):
+        with _only(saver, lambda key: key not in {*large, *variables}):
             if full is None:
                 _read(original, saver, path, options, collectives, read)
             else:
@@ -90,6 +98,7 @@ def restore(
                     *(full, delta),
                 )
         pieces = _read_large(large, path, full, delta, read)
+        pieces += itertools.chain(*variables.values())
     except Exception as error:
         failure = error
     raise_on_all_ranks(failure, collectives)
@@ -109,6 +118,36 @@ def _large_shards(saver: internals.MultiDeviceSaver) -> dict[str, SavedShard]:
         for found in _objects(tensor.trackable)
     }
     return {k: each for k, each in shards.items() if each and each.pieces > 1}
+
+
+def _pieces_of_variables(
+    saver: internals.MultiDeviceSaver, path: str
+) -> dict[str, list[_Piece]]:
+    """Large variables of one process that a file has in pieces, by key."""
+    variables = {
+        tensor.checkpoint_key: saved_variable(tensor.checkpoint_key, found)
+        for tensors in saver._shardable_tensors_by_task.values()
+        for tensor in tensors
+        for found in _objects(tensor.trackable)
+    }
+    large = {
+        key: each
+        for key, each in variables.items()
+        if each is not None and each.dtype in _FLOATING
+    }
+    if not large:
+        return {}
+    index = Index(path)
+    pieces = {}
+    for key, variable in large.items():
+        find = functools.partial(index.stored, key)
+        if all(find(each, variable.dtype) for each in variable.slices):
+            reader = _reader(path, key, variable.dtype)
+            pieces[key] = [
+                _Piece(variable, i, find, reader)
+                for i in range(variable.pieces)
+            ]
+    return pieces
 
 
 def _read_large(
@@ -183,9 +222,9 @@ def _reader(
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A piece of a large shard, and what finds and reads it."""
+    """A piece of a large shard or variable, and what finds and reads it."""
 
-    shard: SavedShard
+    shard: SavedShard | SavedVariable
     number: int
     find: Callable[[str, tf.DType], StoredSlice | None]
     reader: Callable[[str], tf.Tensor]
@@ -223,7 +262,7 @@ def _assign(piece: _Piece, reading: futures.Future[Grouped], path: str) -> None:
         raise tf.errors.DataLossError(
             None,
             None,
-            f"Table '{shard.table}' is partly restored, and those before "
+            f"'{shard.table}' is partly restored, and those before "
             f"it are restored: '{path}' is damaged ({error.message}). "
             "Restore another checkpoint before you train or save.",
         ) from failure

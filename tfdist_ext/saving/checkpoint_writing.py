@@ -25,6 +25,7 @@ from tfdist_ext.saving import checkpoint_files
 from tfdist_ext.saving import checkpoint_index
 from tfdist_ext.saving.changed_rows import ChangedRows
 from tfdist_ext.saving.changed_rows import Entry
+from tfdist_ext.saving.saved_variable import saved_variable
 from tfdist_ext.type_names import SavedTensor
 from tfdist_ext.type_names import T
 
@@ -146,11 +147,13 @@ def _take_large(others: ByTask) -> list[Entry]:
     for task, tensors in others.items():
         rest = []
         for tensor in tensors:
-            pieces = changed_rows.pieces_of(tensor)
             key = tensor.checkpoint_key
-            found += [(key, spec, piece) for spec, piece in pieces.items()]
-            if not pieces:
+            variable = saved_variable(key, changed_rows.trackable_of(tensor))
+            if variable is None:
                 rest.append(tensor)
+                continue
+            pieces = variable.snapshot().items()
+            found += [(key, spec, piece) for spec, piece in pieces]
         others[task] = rest
     return found
 

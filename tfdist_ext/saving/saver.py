@@ -178,12 +178,11 @@ def restore_parts(
     file_prefix: str | tf.Tensor,
     options: tf.train.CheckpointOptions | None = None,
 ) -> dict[str, tf.Operation]:
-    collectives = current.savers
-    full = current.full
-    if (collectives is None and full is None) or not tf.executing_eagerly():
+    if not tf.executing_eagerly():
         return original(saver, file_prefix, options)
     return checkpoint_reading.restore(
-        original, saver, file_prefix, options, collectives, full
+        *(original, saver, file_prefix, options),
+        *(current.savers, current.full),
     )
 
 
