@@ -133,6 +133,23 @@ def test_a_damaged_piece_is_found(tmp_path, monkeypatch, shape):
     assert batches == [8, 9]
 
 
+def test_a_variable_of_another_size_is_not_restored(tmp_path, monkeypatch):
+    """The file has all slices of the smaller variable, among others."""
+    monkeypatch.setattr(checkpoint_slices, "PIECE", 256)
+    x = np.ones([3, 2], np.float32)
+    for shape in (64, 4), (32, 4):
+        with tfdist_ext.HybridParallelStrategy().scope():
+            model = keras.Sequential([keras.Input([2]), Scale(shape)])
+            model.compile("sgd", "mse")
+        if shape == (64, 4):
+            model.fit(x, x, verbose=0, callbacks=[Resume(tmp_path)])
+            continue
+        before = model.weights[0].numpy().copy()
+        with pytest.raises(ValueError, match=r"[Ss]hape"):
+            model.fit(x, x, verbose=0, callbacks=[Resume(tmp_path)])
+        np.testing.assert_array_equal(model.weights[0].numpy(), before)
+
+
 def equal(found, expected):
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)

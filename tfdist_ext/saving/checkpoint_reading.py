@@ -141,7 +141,9 @@ def _pieces_of_variables(
     pieces = {}
     for key, variable in large.items():
         find = functools.partial(index.stored, key)
-        if all(find(each, variable.dtype) for each in variable.slices):
+        if index.shape(key) == variable.shape and all(
+            find(each, variable.dtype) for each in variable.slices
+        ):
             reader = _reader(path, key, variable.dtype)
             pieces[key] = [
                 _Piece(variable, i, find, reader)
