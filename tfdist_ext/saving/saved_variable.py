@@ -79,12 +79,16 @@ class SavedVariable:
         find: Callable[[str, tf.DType], StoredSlice | None],
         read: Callable[[str], tf.Tensor],
     ) -> Grouped:
-        """Reads a piece; see `SavedShard.read_piece`."""
+        """Reads a piece that the files have as it is; may run in any thread.
+
+        Args:
+            piece: number of the piece.
+            find: returns where a slice of a dtype is.
+            read: not used, see `SavedShard.read_piece`.
+        """
+        del read
         stored = find(self.slices[piece], self.dtype)
-        none = np.zeros([1], np.int64)
-        if stored is None:
-            values = read(self.slices[piece])
-            return Grouped(values, tf.zeros([0], self.dtype), none)
+        assert stored is not None
         columns = math.prod(self.shape[1:])
         stored = dataclasses.replace(stored, shape=(stored.shape[0], columns))
         one = Cells(0, 1, 0, np.array([[0, 0, columns]]))
