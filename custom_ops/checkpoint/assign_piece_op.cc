@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -116,12 +115,18 @@ struct AssignPieceCall {
     ShardAccess shard;
     CheckOk(shard.Lock(ctx, 0));
     CheckOk(shard.PrepareToWrite(ctx));
+    // If the op fails, rows may still arrive until the operation ends.
+    operation->Keep(shard.tensor(0));
+    const int ranks = operation->group->world_size();
     const int rank = operation->group->rank();
-    auto* table = static_cast<char*>(shard.tensor(0).data());
-    for (int peer = 0; peer < operation->group->world_size(); ++peer) {
+    for (int peer = 0; peer < ranks; ++peer) {
       if (peer == rank) continue;
       const std::string error = CheckBytes(peer, exchange->header(peer).bytes);
       if (!error.empty()) CheckOk(absl::InvalidArgumentError(error));
+    }
+    auto* table = static_cast<char*>(shard.tensor(0).data());
+    for (int peer = 0; peer < ranks; ++peer) {
+      if (peer == rank) continue;
       exchange->ReceiveInto(peer, table + places[peer].first * row_bytes);
     }
     const Tensor& own = ctx->input(1);  // copied while others arrive

@@ -109,13 +109,21 @@ def restore(
     return {}
 
 
+def _keys_and_objects(
+    saver: internals.MultiDeviceSaver,
+) -> Iterator[tuple[str, Variable]]:
+    """The keys of a saver's tensors, and the objects they belong to."""
+    for tensors in saver._shardable_tensors_by_task.values():
+        for tensor in tensors:
+            for found in _objects(tensor.trackable):
+                yield tensor.checkpoint_key, found
+
+
 def _large_shards(saver: internals.MultiDeviceSaver) -> dict[str, SavedShard]:
     """Shards that are written in several pieces, by key."""
     shards = {
-        tensor.checkpoint_key: changed_rows.saved_shard(found)
-        for tensors in saver._shardable_tensors_by_task.values()
-        for tensor in tensors
-        for found in _objects(tensor.trackable)
+        key: changed_rows.saved_shard(found)
+        for key, found in _keys_and_objects(saver)
     }
     return {k: each for k, each in shards.items() if each and each.pieces > 1}
 
@@ -125,10 +133,8 @@ def _pieces_of_variables(
 ) -> dict[str, list[_Piece]]:
     """Large variables of one process that a file has in pieces, by key."""
     variables = {
-        tensor.checkpoint_key: saved_variable(tensor.checkpoint_key, found)
-        for tensors in saver._shardable_tensors_by_task.values()
-        for tensor in tensors
-        for found in _objects(tensor.trackable)
+        key: saved_variable(key, found)
+        for key, found in _keys_and_objects(saver)
     }
     large = {
         key: each
