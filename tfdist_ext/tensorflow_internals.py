@@ -229,6 +229,17 @@ def current_graph() -> tf.Graph | None:
     return tf.compat.v1.get_default_graph()
 
 
+def writes_of(variable: tf.Variable) -> int:
+    """Number of ops of the graph being traced that may write a variable.
+
+    Args:
+        variable: a plain variable that the graph uses.
+    """
+    graph: Any = current_graph()
+    handle = graph.capture(variable.handle)
+    return sum(op.type != "ReadVariableOp" for op in handle.consumers())
+
+
 def graphs_within(outer: tf.Graph | None) -> list[tf.Graph]:
     """Graphs that are being traced inside of another one, outermost first.
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "custom_ops/comm/process_group.h"
 #include "custom_ops/common/message.h"
@@ -99,9 +100,7 @@ void AllReduce::RunSmall() {
   }
   exchange_.AwaitPayloads();
   exchange_.AwaitSent();  // the output may be the memory that is being sent
-  sum_(options_.output, inputs.data(),
-       weights_.empty() ? nullptr : weights_.data(), world_size, scale_,
-       options_.count);
+  Sum({0, options_.count}, std::move(inputs));
 }
 
 AllReduce::Chunk AllReduce::ChunkOf(int rank) const {
@@ -136,6 +135,50 @@ const uint8_t* AllReduce::Input(size_t element) const {
 uint8_t* AllReduce::Output(size_t element) const {
   return static_cast<uint8_t*>(options_.output) +
          element * options_.element_bytes;
+}
+
+size_t AllReduce::WeightedCount(const Segment& segment) const {
+  const size_t end = options_.count - options_.unweighted;
+  return std::min(end - std::min(end, segment.begin), segment.count);
+}
+
+void AllReduce::Sum(const Segment& segment, std::vector<const void*> inputs) {
+  const int world_size = static_cast<int>(inputs.size());
+  const size_t weighted = weights_.empty() ? 0 : WeightedCount(segment);
+  uint8_t* output = Output(segment.begin);
+  if (weighted > 0) {
+    sum_(output, inputs.data(), weights_.data(), world_size, scale_, weighted);
+  }
+  if (weighted == segment.count) return;
+  const size_t done = weighted * options_.element_bytes;
+  for (const void*& input : inputs) {
+    input = static_cast<const uint8_t*>(input) + done;
+  }
+  sum_(output + done, inputs.data(), nullptr, world_size, 1,
+       segment.count - weighted);
+}
+
+void AllReduce::AddInput(const Segment& segment, uint8_t* sums,
+                         const uint8_t* before, const float* weight) const {
+  const size_t weighted = weight == nullptr ? 0 : WeightedCount(segment);
+  const uint8_t* input = Input(segment.begin);
+  if (weighted > 0) partial_.add(sums, before, input, weight, weighted);
+  if (weighted == segment.count) return;
+  const size_t done = weighted * partial_.bytes;
+  partial_.add(sums + done, before == nullptr ? nullptr : before + done,
+               input + weighted * options_.element_bytes, nullptr,
+               segment.count - weighted);
+}
+
+void AllReduce::Finish(const Segment& segment, const uint8_t* sums,
+                       const float* scale) const {
+  const size_t weighted = scale == nullptr ? 0 : WeightedCount(segment);
+  uint8_t* output = Output(segment.begin);
+  if (weighted > 0) partial_.finish(output, sums, scale, weighted);
+  if (weighted == segment.count) return;
+  partial_.finish(output + weighted * options_.element_bytes,
+                  sums + weighted * partial_.bytes, nullptr,
+                  segment.count - weighted);
 }
 
 void AllReduce::SendPart(int peer, uint32_t part, const void* data,
@@ -196,9 +239,8 @@ void AllReduce::ReduceSegment(const Segment& segment, uint32_t part,
       inputs[peer] = Input(segment.begin);
     }
   }
-  uint8_t* sums = Output(segment.begin);
-  sum_(sums, inputs.data(), weights_.empty() ? nullptr : weights_.data(),
-       group.world_size(), scale_, segment.count);
+  const uint8_t* sums = Output(segment.begin);
+  Sum(segment, std::move(inputs));
   for (int step = 1; step < group.world_size(); ++step) {
     SendPart(group.PeerAfter(step), part, sums, bytes);
   }

@@ -54,6 +54,7 @@ class AllReduce {
     std::string shapes;  // for the error of a mismatch
     bool weighted = false;
     double weight = 1;
+    size_t unweighted = 0;  // last elements, summed without weights
 
     size_t bytes() const { return count * element_bytes; }
   };
@@ -88,6 +89,17 @@ class AllReduce {
   Segment SegmentOf(const Chunk& chunk, size_t segment) const;
   const uint8_t* Input(size_t element) const;
   uint8_t* Output(size_t element) const;
+  // The number of elements, of the first ones of a segment, that have weights.
+  size_t WeightedCount(const Segment& segment) const;
+  // Sums a segment of the ranks' inputs, which begin with it.
+  void Sum(const Segment& segment, std::vector<const void*> inputs);
+  // Computes a partial sum of a segment: `before`, if not null, and this rank's
+  // input, times `weight` if that is not null.
+  void AddInput(const Segment& segment, uint8_t* sums, const uint8_t* before,
+                const float* weight) const;
+  // Computes the output of a segment, `sums` times `scale` if not null.
+  void Finish(const Segment& segment, const uint8_t* sums,
+              const float* scale) const;
   void SendPart(int peer, uint32_t part, const void* data, size_t bytes);
   Incoming* ExpectPart(int peer, uint32_t part, void* memory, size_t bytes);
   void AwaitPart(int peer, Incoming* message, const char* stage);
@@ -100,6 +112,7 @@ class AllReduce {
   Chunk ChunkBefore(int steps) const;
   uint32_t RingPart(int step, size_t segment) const;
   void ExpectRing();
+  const float* OwnWeight() const;
   const void* StartOfRing(const Segment& segment);
   void PassPartialSums(int step);
   void PassSums(int step);

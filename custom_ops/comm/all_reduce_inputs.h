@@ -11,16 +11,23 @@
 namespace tfdist {
 
 // Adds the size, dtype and shapes of the tensors to sum, which the ranks must
-// agree on. These tensors are all inputs of the op except the last.
-inline void DescribeInputs(tensorflow::OpKernelContext* ctx,
+// agree on. These tensors are all inputs of the op except the last. The last
+// `unweighted` of them are summed without weights.
+inline void DescribeInputs(tensorflow::OpKernelContext* ctx, int unweighted,
                            AllReduce::Options& options) {
-  for (int i = 0; i + 1 < ctx->num_inputs(); ++i) {
+  const int count = ctx->num_inputs() - 1;
+  for (int i = 0; i < count; ++i) {
     const tensorflow::Tensor& input = ctx->input(i);
     options.count += input.NumElements();
+    if (i >= count - unweighted) options.unweighted += input.NumElements();
     options.shape_hash = HashShape(input.shape(), 0, options.shape_hash);
     if (options.shapes.size() < sizeof(Header::shapes)) {
       options.shapes += (i > 0 ? " " : "") + input.shape().DebugString();
     }
+  }
+  if (unweighted > 0) {
+    options.shape_hash =
+        HashShape(tensorflow::TensorShape({unweighted}), 0, options.shape_hash);
   }
   options.dtype = ctx->input(0).dtype();
   options.element_bytes = tensorflow::DataTypeSize(ctx->input(0).dtype());

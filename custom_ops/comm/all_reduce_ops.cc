@@ -20,6 +20,7 @@ REGISTER_OP("Tfdist>AllReduce")
     .Input("weight: float")
     .Output("outputs: N * T")
     .TFDIST_COLLECTIVE_ATTRS.Attr("weighted: bool = false")
+    .Attr("unweighted: int >= 0 = 0")
     .Attr("N: int >= 1")
     .Attr("T: {int32, int64, float, double, bfloat16, half}")
     .SetIsStateful()
@@ -36,6 +37,7 @@ weight: scalar, read only if `weighted`.
 outputs: sums, bitwise equal on all ranks. If `weighted`, they are
   world_size * sum(weight * input) / sum(weight), or zeros if all weights are 0.
   Inputs of a rank with weight 0 are ignored, even if they contain NaN.
+unweighted: number of the last inputs that are summed without weights.
 )doc");
 
 namespace {
@@ -86,6 +88,7 @@ class AllReduceOp : public CollectiveOp {
   explicit AllReduceOp(tensorflow::OpKernelConstruction* ctx)
       : CollectiveOp(ctx) {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("weighted", &weighted_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("unweighted", &unweighted_));
     tensorflow::DataType dtype;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype));
     OP_REQUIRES(ctx, !weighted_ || !tensorflow::DataTypeIsInteger(dtype),
@@ -116,7 +119,7 @@ class AllReduceOp : public CollectiveOp {
           {i}, i, input.shape(), &call.outputs[i]));
     }
     AllReduce::Options& options = call.options;
-    DescribeInputs(ctx, options);
+    DescribeInputs(ctx, unweighted_, options);
     options.weighted = weighted_;
     if (weighted_) call.error = ReadWeight(ctx->input(count), options);
     if (count == 1) {
@@ -139,6 +142,7 @@ class AllReduceOp : public CollectiveOp {
   }
 
   bool weighted_ = false;
+  int unweighted_ = 0;
 };
 
 REGISTER_KERNEL_BUILDER(Name("Tfdist>AllReduce").Device(tensorflow::DEVICE_CPU),

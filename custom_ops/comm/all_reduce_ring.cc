@@ -61,6 +61,10 @@ void AllReduce::ExpectRing() {
   }
 }
 
+const float* AllReduce::OwnWeight() const {
+  return weights_.empty() ? nullptr : &weights_[operation_.group->rank()];
+}
+
 // Returns this rank's part of a segment as a partial sum.
 const void* AllReduce::StartOfRing(const Segment& segment) {
   if (weights_.empty() && partial_.bytes == options_.element_bytes) {
@@ -68,9 +72,7 @@ const void* AllReduce::StartOfRing(const Segment& segment) {
   }
   std::shared_ptr<uint8_t> memory =
       operation_.group->scratch().Acquire(segment.count * partial_.bytes);
-  partial_.add(memory.get(), nullptr, Input(segment.begin),
-               weights_.empty() ? nullptr : &weights_[operation_.group->rank()],
-               segment.count);
+  AddInput(segment, memory.get(), nullptr, OwnWeight());
   operation_.Keep(memory);
   return memory.get();
 }
@@ -83,14 +85,11 @@ void AllReduce::PassPartialSums(int step) {
     const Segment segment = SegmentOf(chunk, s);
     const Part& part = parts_[step][s];
     AwaitPart(group.PeerBefore(1), part.message, "reduce-scatter");
-    partial_.add(part.memory, part.memory, Input(segment.begin),
-                 weights_.empty() ? nullptr : &weights_[group.rank()],
-                 segment.count);
+    AddInput(segment, part.memory, part.memory, OwnWeight());
     const uint8_t* sums = part.memory;
     size_t bytes = segment.count * partial_.bytes;
     if (whole) {
-      partial_.finish(Output(segment.begin), sums,
-                      weights_.empty() ? nullptr : &scale_, segment.count);
+      Finish(segment, sums, weights_.empty() ? nullptr : &scale_);
       sums = Output(segment.begin);
       bytes = segment.count * options_.element_bytes;
     }

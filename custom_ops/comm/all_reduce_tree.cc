@@ -17,8 +17,8 @@ void AllReduce::PostTree() {
   std::shared_ptr<uint8_t> own =
       operation_.group->scratch().Acquire(options_.count * partial_.bytes);
   const auto weight = static_cast<float>(options_.weight);
-  partial_.add(own.get(), nullptr, options_.input,
-               options_.weighted ? &weight : nullptr, options_.count);
+  AddInput({0, options_.count}, own.get(), nullptr,
+           options_.weighted ? &weight : nullptr);
   sums_ = own.get();
   operation_.Keep(std::move(own));
   total_weight_ = options_.weight;
@@ -44,8 +44,7 @@ void AllReduce::RunTree() {
     scale_ =
         total_weight_ > 0 ? static_cast<float>(world_size / total_weight_) : 0;
   }
-  partial_.finish(options_.output, sums_, options_.weighted ? &scale_ : nullptr,
-                  options_.count);
+  Finish({0, options_.count}, sums_, options_.weighted ? &scale_ : nullptr);
 }
 
 void AllReduce::BeginTreeStep(size_t index) {

@@ -32,6 +32,7 @@ struct AllReduceGpuCall : GpuCall {
   std::string error;
   std::vector<Tensor> inputs;
   std::vector<Tensor*> outputs;
+  int unweighted = 0;  // number of the last inputs that have no weight
   std::unique_ptr<AllReduce> on_host;
 
   void Post() {
@@ -56,20 +57,29 @@ struct AllReduceGpuCall : GpuCall {
     }
     exchange->AwaitHeaders();
     const float factor = Factor();
-    std::vector<NcclCommunicator::Summed> summed;
+    // Without different weights, all inputs are summed in one call.
+    const size_t weighted = equal_ ? 0 : inputs.size() - unweighted;
+    std::vector<NcclCommunicator::Summed> summed[2];  // weighted, plain
     for (size_t i = 0; i < inputs.size(); ++i) {
-      const void* input = factor == 0 ? outputs[i]->data() : inputs[i].data();
-      summed.push_back({input, outputs[i]->data(),
-                        static_cast<size_t>(inputs[i].NumElements())});
+      const bool zero = i < weighted && factor == 0;
+      const void* input = zero ? outputs[i]->data() : inputs[i].data();
+      summed[i < weighted ? 0 : 1].push_back(
+          {input, outputs[i]->data(),
+           static_cast<size_t>(inputs[i].NumElements())});
     }
     RunInTurn([&](NcclCommunicator& nccl, const CudaStream& stream) {
       // A rank of weight 0 adds zeros instead of its input, so that its NaNs
       // have no effect.
-      for (Tensor* output : outputs) {
-        if (factor == 0) stream.Zero(output->data(), output->TotalBytes());
+      for (size_t i = 0; i < weighted && factor == 0; ++i) {
+        stream.Zero(outputs[i]->data(), outputs[i]->TotalBytes());
       }
-      nccl.AllReduce(summed, NcclTypeOf(inputs[0].dtype()),
-                     equal_ ? nullptr : &factor, stream.get());
+      const NcclType type = NcclTypeOf(inputs[0].dtype());
+      if (!summed[0].empty()) {
+        nccl.AllReduce(summed[0], type, &factor, stream.get());
+      }
+      if (!summed[1].empty()) {
+        nccl.AllReduce(summed[1], type, nullptr, stream.get());
+      }
     });
   }
 
@@ -112,6 +122,7 @@ class AllReduceGpuOp : public CollectiveOp {
   explicit AllReduceGpuOp(tensorflow::OpKernelConstruction* ctx)
       : CollectiveOp(ctx) {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("weighted", &weighted_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("unweighted", &unweighted_));
   }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
@@ -129,7 +140,8 @@ class AllReduceGpuOp : public CollectiveOp {
           done);
       call->operation->Keep(*call->outputs[i]);
     }
-    DescribeInputs(ctx, call->options);
+    DescribeInputs(ctx, unweighted_, call->options);
+    call->unweighted = unweighted_;
     call->options.weighted = weighted_;
     if (weighted_) call->error = ReadWeight(ctx->input(count), call->options);
     call->exchange =
@@ -143,6 +155,7 @@ class AllReduceGpuOp : public CollectiveOp {
 
  private:
   bool weighted_ = false;
+  int unweighted_ = 0;
 };
 
 REGISTER_KERNEL_BUILDER(

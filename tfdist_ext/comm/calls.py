@@ -24,6 +24,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.type_names import Metric
 from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import T
@@ -226,6 +227,8 @@ class Step:
         owners: what errors of compressed gradients are kept for: the optimizer
             that sums them, or the variables.
         row_gradients: gradients that are to be sent to the owners of rows.
+        metrics: metrics that the step updates.
+        metric_sums: sums of their states over the ranks, see `metric_sums`.
     """
 
     samples: tf.Tensor
@@ -253,6 +256,10 @@ class Step:
     asynchronous: bool = False
     owners: Sequence[object] = ()
     row_gradients: list[RowGradient] = dataclasses.field(default_factory=list)
+    metrics: list[Metric] = dataclasses.field(default_factory=list)
+    metric_sums: dict[tuple[int, int], Any] = dataclasses.field(
+        default_factory=dict
+    )
 
     @contextlib.contextmanager
     def on_whole_batch(self) -> Iterator[None]:
@@ -335,6 +342,8 @@ class Step:
             assigned=[],
             later=[],
             row_gradients=[],
+            metrics=[],
+            metric_sums={},
         )
 
 

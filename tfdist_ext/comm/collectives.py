@@ -395,7 +395,11 @@ class Collectives:
         return self._tags.occurrence(self.step, label)
 
     def all_reduce(
-        self, tensors: Sequence[tf.Tensor], label: str, weighted: bool = False
+        self,
+        tensors: Sequence[tf.Tensor],
+        label: str,
+        weighted: bool = False,
+        unweighted: int = 0,
     ) -> list[tf.Tensor]:
         """Sums tensors over the ranks, bitwise equal on all ranks.
 
@@ -404,12 +408,17 @@ class Collectives:
             label: names the exchange in errors.
             weighted: whether to multiply every rank's tensors by its share of
                 the step's samples, times `world_size`, before the sum.
+            unweighted: number of the last tensors that are summed without
+                weights.
 
         Returns:
             The sums, in order.
         """
         result: list[tf.Tensor] = list(tensors)
-        for indices in buckets_of(tensors):
+        first_plain = len(result) - unweighted
+        for bucket in buckets_of(tensors):
+            plain = [i for i in bucket if i >= first_plain]
+            indices = [i for i in bucket if i < first_plain] + plain
             dtype = tensors[indices[0]].dtype
             with self._exchanging(label):
                 sums = self.ops.all_reduce(
@@ -418,6 +427,7 @@ class Collectives:
                     tag=self.tag(label, "all_reduce", dtype),
                     label=label,
                     weight=self.samples() if weighted and self.step else None,
+                    unweighted=len(plain),
                 )
             for i, total in zip(indices, sums, strict=True):
                 result[i] = total

@@ -61,6 +61,7 @@ class Ops(Protocol):
         tag: int,
         label: str = "",
         weight: tf.Tensor | float | None = None,
+        unweighted: int = 0,
     ) -> list[tf.Tensor]: ...
 
 
@@ -180,6 +181,7 @@ def all_reduce(
     tag: int,
     label: str = "",
     weight: tf.Tensor | float | None = None,
+    unweighted: int = 0,
 ) -> list[tf.Tensor]:
     """Sums tensors over the ranks, all in one exchange.
 
@@ -193,6 +195,7 @@ def all_reduce(
             `world_size * sum(w * x) / sum(w)` over the ranks, or zeros if all
             weights are 0. Tensors of a rank with weight 0 are ignored, even
             if they contain NaN.
+        unweighted: number of the last tensors that are summed without weights.
 
     Returns:
         The sums, bitwise equal on all ranks. Plain sums are differentiable.
@@ -201,11 +204,16 @@ def all_reduce(
     if not tensors:
         return []
     if group.world_size == 1:
-        return [_without_weightless(tensor, weight) for tensor in tensors]
+        weighted = len(tensors) - unweighted
+        return [
+            _without_weightless(tensor, weight) if i < weighted else tensor
+            for i, tensor in enumerate(tensors)
+        ]
     outputs: list[tf.Tensor] = library().tfdist_all_reduce(
         inputs=tensors,
         weight=1.0 if weight is None else tf.cast(weight, tf.float32),
         weighted=weight is not None,
+        unweighted=unweighted,
         **_attributes(group, tag, label),
     )
     _run_independently(outputs[0])

@@ -110,6 +110,7 @@ class HorovodOps:
         tag: int,
         label: str = "",
         weight: tf.Tensor | float | None = None,
+        unweighted: int = 0,
     ) -> list[tf.Tensor]:
         """Sums tensors over the ranks, or takes their weighted mean."""
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
@@ -118,7 +119,9 @@ class HorovodOps:
 
         @tf.custom_gradient
         def exchange(*parts: tf.Tensor) -> WithGradient:
-            sums = self._all_reduce(group, parts, tag, label, weight)
+            sums = self._all_reduce(
+                group, parts, tag, label, weight, unweighted
+            )
 
             def gradient(*of_sums: tf.Tensor) -> list[tf.Tensor]:
                 if weight is not None:
@@ -163,6 +166,7 @@ class HorovodOps:
         tag: int,
         label: str,
         weight: tf.Tensor | float | None,
+        unweighted: int = 0,
     ) -> list[tf.Tensor]:
         own = tf.cast(1.0 if weight is None else weight, tf.float32)
         weights, _ = collective_ops.all_gather(
@@ -174,10 +178,9 @@ class HorovodOps:
                 own * group.world_size, tf.reduce_sum(weights)
             )
             # Tensors of a rank with weight 0 may contain NaN.
-            parts = [
-                tf.where(own > 0, part * tf.cast(scale, part.dtype), 0)
-                for part in parts
-            ]
+            for i, part in enumerate(parts[: len(parts) - unweighted]):
+                scaled = part * tf.cast(scale, part.dtype)
+                parts[i] = tf.where(own > 0, scaled, 0)
         # One operation, because several with an empty tensor may hang.
         flat = [tf.reshape(part, [-1]) for part in parts]
         whole = flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)

@@ -25,6 +25,7 @@ from tfdist_ext.ops.lookup_ops import mark_unique_rows
 from tfdist_ext.optimizers import supported
 from tfdist_ext.strategy import gradients
 from tfdist_ext.strategy import input as input_lib
+from tfdist_ext.strategy import metric_sums
 from tfdist_ext.strategy.balance import Balance
 from tfdist_ext.strategy.bucket_sums import BucketSums
 from tfdist_ext.strategy.cluster import Cluster
@@ -284,6 +285,11 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         current = self.collectives.step
         if current is not None and current.asynchronous:
             return local_value(value)  # a metric of tf_keras, by itself
+        if whole_batch.keras_step() is not None:
+            assert current is not None
+            total = metric_sums.total(current, self.collectives, value)
+            if total is not None:
+                return total
         return self._reduce_flat(mean, [local_value(value)], "reduce")[0]
 
     def _batch_reduce_to(
@@ -349,7 +355,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         if internals.is_recording():
             result = gradients.differentiable(reduce, values, collectives)
         else:
-            result = reduce(values)
+            result = self._sum_with_metrics(values)
         for value, own in zip(result, values, strict=True):
             if marks.gradient_spec(value) is None:
                 marks.set_reduced(getattr(value, "values", value))
@@ -359,7 +365,10 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         return result
 
     def sum_gradients(
-        self, values: list[TensorOrSlices], weighted: bool = False
+        self,
+        values: list[TensorOrSlices],
+        weighted: bool = False,
+        unweighted: int = 0,
     ) -> list[TensorOrSlices]:
         """Sums gradients over the ranks; see `gradients.reduce_values`."""
         assert self.collectives is not None
@@ -368,6 +377,37 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             *(self.collectives, values, "gradients", weighted),
             self.collectives.gradient_dtype,
             self._sums(of_optimizer=True),
+            unweighted,
+        )
+
+    def _sum_with_metrics(
+        self, values: list[TensorOrSlices]
+    ) -> list[TensorOrSlices]:
+        """Gradients of the global batch; sums states of metrics with them."""
+        step = self.collectives.step if self.collectives else None
+        assert step is not None
+        states: list[Variable] = []
+        if self._sends_as_is(values):
+            states = metric_sums.written(step)
+            states = [each for each in states if each.dtype == tf.float32]
+        own = list(map(metric_sums.own_value, states))
+        sums = self.sum_gradients([*values, *own], True, len(own))
+        metric_sums.store(step, states, sums[len(values) :])
+        return sums[: len(values)]
+
+    def _sends_as_is(self, values: list[TensorOrSlices]) -> bool:
+        """Whether a gradient is summed by an all-reduce of float32."""
+        collectives = self.collectives
+        assert collectives is not None and collectives.step is not None
+        return (
+            not collectives.step.asynchronous
+            and collectives.gradient_dtype == tf.float32
+            and self._sums(of_optimizer=True) is None
+            and any(
+                not isinstance(value, tf.IndexedSlices)
+                and value.dtype == tf.float32
+                for value in values
+            )
         )
 
     def _mark_rows(self, values: list[TensorOrSlices]) -> None:

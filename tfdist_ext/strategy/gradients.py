@@ -75,6 +75,7 @@ def reduce_values(
     weighted: bool,
     wire_dtype: tf.DType = tf.float32,
     sums: BucketSums | None = None,
+    unweighted: int = 0,
 ) -> list[TensorOrSlices]:
     """Sums values over the ranks, or takes their mean.
 
@@ -88,6 +89,8 @@ def reduce_values(
         wire_dtype: dtype in which float32 values are sent. Parts and sums are
             rounded to it; parts are added up in float32.
         sums: sums dense float32 instead, and stores the errors.
+        unweighted: number of the last values, tensors that are no gradients.
+            They are summed as they are, without weights.
 
     Returns:
         The results, in order. IndexedSlices contain each row as often as in
@@ -113,7 +116,10 @@ def reduce_values(
         else:
             rows = (collectives, value, label, weighted, round_to)
             result[i] = _gather_rows(*rows)
-    totals = _sum_dense(collectives, dense, label, weighted, round_to, sums)
+    plain = range(len(values) - unweighted, len(values))
+    totals = _sum_dense(
+        collectives, dense, label, weighted, round_to, sums, plain
+    )
     totals |= _sum_dense(
         collectives, small, f"{label}/small tables", weighted, round_to, None
     )
@@ -175,15 +181,19 @@ def _sum_dense(
     weighted: bool,
     round_to: Mapping[tf.DType, tf.DType],
     special: BucketSums | None,
+    plain: range = range(0),
 ) -> dict[int, tf.Tensor]:
-    """Sums of tensors by the keys of `dense`; see `reduce_values`."""
+    """Sums of tensors by the keys of `dense`; see `reduce_values`.
+
+    Those of `plain` are the last ones and have no weights.
+    """
     result: dict[int, tf.Tensor] = {}
     if weighted:
         # Divided first, because the wire dtype may overflow at the sum.
         ranks = collectives.group.world_size
         dense = {
             i: value / tf.constant(ranks, value.dtype)
-            if value.dtype.is_floating
+            if value.dtype.is_floating and i not in plain
             else value
             for i, value in dense.items()
         }
@@ -191,7 +201,9 @@ def _sum_dense(
         chosen = [
             i
             for i, value in dense.items()
-            if value.dtype == tf.float32 and value.shape.is_fully_defined()
+            if value.dtype == tf.float32
+            and value.shape.is_fully_defined()
+            and i not in plain
         ]
         sums = special.all_reduce([dense[i] for i in chosen], label, weighted)
         result = dict(zip(chosen, sums, strict=True))
@@ -202,10 +214,15 @@ def _sum_dense(
             if value.dtype.is_floating == floating and i not in result
         ]
         parts = [
-            tf.cast(dense[i], round_to.get(dense[i].dtype, dense[i].dtype))
+            dense[i]
+            if i in plain
+            else tf.cast(dense[i], round_to.get(dense[i].dtype, dense[i].dtype))
             for i in chosen
         ]
-        sums = collectives.all_reduce(parts, label, weighted and floating)
+        unweighted = sum(i in plain for i in chosen)
+        sums = collectives.all_reduce(
+            parts, label, weighted and floating, unweighted
+        )
         for i, total in zip(chosen, sums, strict=True):
             result[i] = tf.cast(total, dense[i].dtype)
     return result

@@ -23,9 +23,11 @@ from tfdist_ext.numbers.kinds import COUPLED
 from tfdist_ext.numbers.kinds import SAME
 from tfdist_ext.numbers.kinds import STATIC
 from tfdist_ext.numbers.kinds import SUM
+from tfdist_ext.numbers.kinds import follows_from_constants
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import extend
 from tfdist_ext.patching import stage
+from tfdist_ext.strategy import metric_sums
 from tfdist_ext.type_names import Metric
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Nest
@@ -35,9 +37,6 @@ from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
 keras = tf.keras
-
-# Largest size of a metric's states that ranks exchange in every step.
-_MOST_NUMBERS = 16384
 
 
 def watch_results(model: Model) -> None:
@@ -88,11 +87,11 @@ def states_of(metric: Metric) -> list[tf.Tensor] | None:
 
     Returns:
         A tensor for each variable of the metric. States that are equal on all
-        ranks must not be summed, see `is_summed`.
+        ranks must not be summed, see `metric_sums.is_summed`.
     """
-    variables = [keras_internals.value_of(v) for v in metric.variables]
-    numbers = sum(v.shape.num_elements() or 0 for v in variables)
-    if numbers > _MOST_NUMBERS:
+    variables = metric_sums.states(metric)
+    numbers = metric_sums.numbers(metric)
+    if numbers > metric_sums.MOST_NUMBERS:
         warnings.warn(
             f"Metric '{metric.name}' has states of {numbers} numbers, too "
             "many to be exchanged in every step. The log of a step has the "
@@ -103,17 +102,7 @@ def states_of(metric: Metric) -> list[tf.Tensor] | None:
         return None
     if any(_is_averaged(v) for v in variables):
         return None
-    return [internals.components(v)[0].read_value() for v in variables]
-
-
-def is_summed(metric: Metric) -> list[bool]:
-    """Whether each state of a metric is the sum of the ranks' states."""
-    variables = [keras_internals.value_of(v) for v in metric.variables]
-    return [
-        isinstance(v, internals.SyncOnReadVariable)
-        and v.aggregation == tf.VariableAggregation.SUM
-        for v in variables
-    ]
+    return list(map(metric_sums.own_value, variables))
 
 
 def _is_equal_on_ranks(metric: Metric) -> bool:
@@ -121,7 +110,7 @@ def _is_equal_on_ranks(metric: Metric) -> bool:
 
     The metric is then updated with the whole batch.
     """
-    variables = [keras_internals.value_of(v) for v in metric.variables]
+    variables = metric_sums.states(metric)
     first = tf.VariableAggregation.ONLY_FIRST_REPLICA
     return bool(variables) and all(
         isinstance(v, internals.SyncOnReadVariable) and v.aggregation == first
@@ -187,13 +176,15 @@ def of_whole_batch(outputs: Nest, collectives: Collectives) -> Nest:
         for i in places:
             marks.set_reduced(flat[i])
         return tf.nest.pack_sequence_as(outputs, flat)
-    parts = _of_metrics(flat, places)
+    parts = _of_metrics(step, flat, places)
     others = set(places).difference(*(part.places for part in parts))
     names = batches.names_of(outputs)
     means: dict[int, tf.Tensor] = {}
     for i in sorted(others):
         name = f"'{names[i]}', which a step returns,"
         if flat[i].dtype.is_floating:
+            if _is_equal(flat[i], step):
+                continue
             flat[i] = whole_batch.averageable(flat[i], name)
             if not marks.is_reduced(flat[i]):
                 means[i] = flat[i]
@@ -243,7 +234,7 @@ def _exchange(
 
 
 def _of_metrics(
-    flat: Sequence[TensorLike], places: Sequence[int]
+    step: Step, flat: Sequence[TensorLike], places: Sequence[int]
 ) -> list[_Parts]:
     """Results of metrics, computed from the states of all ranks."""
     of_metric: dict[int, tuple[Metric, list[int], list[int]]] = {}
@@ -260,7 +251,7 @@ def _of_metrics(
             continue
         states = states_of(metric)
         if states is not None:
-            parts.append(_of_metric(metric, states, where, indices))
+            parts.append(_of_metric(step, metric, states, where, indices))
     return parts
 
 
@@ -270,24 +261,29 @@ def _of_equal(values: Sequence[tf.Tensor], where: Sequence[int]) -> _Parts:
 
 
 def _of_metric(
+    step: Step,
     metric: Metric,
     states: Sequence[tf.Tensor],
     where: Sequence[int],
     indices: Sequence[int],
 ) -> _Parts:
-    summed = is_summed(metric)
-    own = [
-        state for state, is_sum in zip(states, summed, strict=True) if is_sum
-    ]
+    totals = list(states)
+    sent = []
+    for i, state in enumerate(metric_sums.states(metric)):
+        if metric_sums.is_summed(state):
+            total = metric_sums.known(step, state)
+            if total is None:
+                sent.append(i)
+            else:
+                totals[i] = total
 
     def finish(sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        rest = iter(sums)
-        pairs = zip(states, summed, strict=True)
-        total = [next(rest) if is_sum else state for state, is_sum in pairs]
-        result = result_of_states(metric, total)
+        for i, total in zip(sent, sums, strict=True):
+            totals[i] = total
+        result = result_of_states(metric, totals)
         return [result[index] for index in indices]
 
-    return _Parts(own, finish, where)
+    return _Parts([states[i] for i in sent], finish, where)
 
 
 def _of_means(means: Mapping[int, tf.Tensor]) -> list[_Parts]:
@@ -320,6 +316,14 @@ def _of_means_in(dtype: tf.DType, means: Mapping[int, tf.Tensor]) -> _Parts:
         ]
 
     return _Parts([*own, samples], finish, list(means))
+
+
+def _is_equal(value: tf.Tensor, step: Step) -> bool:
+    """Whether a value is known to be equal on all ranks."""
+    if not tf.is_symbolic_tensor(value):
+        return False
+    kind = whole_batch.kind_of(step, value)
+    return kind.name == SAME and not follows_from_constants(value)
 
 
 def _is_count(value: tf.Tensor, step: Step) -> bool:

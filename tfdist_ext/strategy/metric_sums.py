@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of the states of metrics over the ranks, in few exchanges.
+
+Most states of metrics are summed over the ranks when they are read, which needs
+an exchange. A step of Keras's loops sums many states in one exchange. States
+that it updates before it sums gradients are part of that sum. The others are
+summed when one of them is read. A sum is used until the step writes the state
+again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist_ext import keras_internals
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.comm.calls import Step
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.type_names import Metric
+from tfdist_ext.type_names import Variable
+
+# Largest size of a metric's states that ranks exchange in every step.
+MOST_NUMBERS = 16384
+
+
+@dataclasses.dataclass(frozen=True)
+class _Summed:
+    """A sum of a state over the ranks.
+
+    Attributes:
+        variable: the state.
+        total: the sum, a tensor of the graph that it was read in.
+        writes: number of ops of that graph that may have written the state.
+    """
+
+    variable: Variable
+    total: tf.Tensor
+    writes: int
+
+
+def note_update(step: Step, metric: Metric) -> None:
+    """Notes that a step updates a metric.
+
+    Args:
+        step: step that is traced or run.
+        metric: the metric, not a container of metrics.
+    """
+    if not any(known is metric for known in step.metrics):
+        step.metrics.append(metric)
+
+
+def states(metric: Metric) -> list[Variable]:
+    """TensorFlow's variables of a metric."""
+    return [keras_internals.value_of(v) for v in metric.variables]
+
+
+def is_summed(state: Variable) -> bool:
+    """Whether a state is the sum of the ranks' states when it is read."""
+    return (
+        isinstance(state, internals.SyncOnReadVariable)
+        and state.aggregation == tf.VariableAggregation.SUM
+    )
+
+
+def numbers(metric: Metric) -> int:
+    """How many numbers the states of a metric have."""
+    return sum(v.shape.num_elements() or 0 for v in states(metric))
+
+
+def own_value(state: Variable) -> tf.Tensor:
+    """This rank's value of a state."""
+    return internals.components(state)[0].read_value()
+
+
+def written(step: Step) -> list[Variable]:
+    """States that the graph being traced has written and not summed since.
+
+    Args:
+        step: step that is traced.
+    """
+    if tf.executing_eagerly():
+        return []
+    return [
+        state
+        for metric in step.metrics
+        if numbers(metric) <= MOST_NUMBERS
+        for state in states(metric)
+        if is_summed(state) and _writes(state) and known(step, state) is None
+    ]
+
+
+def known(step: Step, state: Variable) -> tf.Tensor | None:
+    """The sum of a state over the ranks; None if it must be exchanged.
+
+    Args:
+        step: step that is traced or run.
+        state: a state for which `is_summed` is True.
+    """
+    if tf.executing_eagerly():
+        return None
+    found = step.metric_sums.get(_key(state))
+    if found is None or found.writes != _writes(state):
+        return None
+    return found.total
+
+
+def store(
+    step: Step, summed: Sequence[Variable], totals: Sequence[tf.Tensor]
+) -> None:
+    """Stores sums of states that the step has not written since.
+
+    Args:
+        step: step that is traced.
+        summed: the states.
+        totals: sum over the ranks of each.
+    """
+    for state, total in zip(summed, totals, strict=True):
+        found = _Summed(state, total, _writes(state))
+        step.metric_sums[_key(state)] = found
+
+
+def total(
+    step: Step, collectives: Collectives, state: Variable
+) -> tf.Tensor | None:
+    """The sum of a state over the ranks, exchanged with other states.
+
+    Args:
+        step: step that is traced.
+        collectives: collectives of the strategy.
+        state: the state that is read.
+
+    Returns:
+        The sum; None if the step does not sum the state with others.
+    """
+    if tf.executing_eagerly() or not is_summed(state):
+        return None
+    found = known(step, state)
+    if found is None:
+        summed = written(step)
+        if not any(each is state for each in summed):
+            return None
+        own = [own_value(each) for each in summed]
+        store(step, summed, collectives.all_reduce(own, "logs"))
+        found = known(step, state)
+    return found
+
+
+def _key(state: Variable) -> tuple[int, int]:
+    return id(internals.current_graph()), id(state)
+
+
+def _writes(state: Variable) -> int:
+    return internals.writes_of(internals.components(state)[0])
