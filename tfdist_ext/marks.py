@@ -354,18 +354,18 @@ def is_named(variable: tf.Variable) -> bool:
     return "_tfdist_named" in vars(variable)
 
 
-def set_result_of(value: tf.Tensor, metric: Metric, index: int) -> None:
+def set_result_of(value: tf.Tensor, reading: Any, index: int) -> None:
     """Marks a tensor as the result of a metric.
 
     Args:
         value: the tensor, computed from the samples of this rank.
-        metric: the metric.
+        reading: `metric_sums.Reading` of the metric's states.
         index: index of the tensor in the flat result.
     """
-    value._tfdist_result_of = (metric, index)
+    value._tfdist_result_of = (reading, index)
 
 
-def result_of(value: tf.Tensor) -> tuple[Metric, int] | None:
+def result_of(value: tf.Tensor) -> tuple[Any, int] | None:
     """Value of `set_result_of` for a tensor; None if it is not set."""
     return getattr(value, "_tfdist_result_of", None)
 

@@ -86,6 +86,65 @@ def test_a_rank_of_weight_0_counts_for_nothing(form):
         np.testing.assert_allclose(result, 6.0)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 11])
+@pytest.mark.parametrize("form", ["direct", "ring", "tree"])
+@pytest.mark.parametrize("equal", [True, False])
+def test_the_last_tensors_may_have_no_weight(form, world_size, equal):
+    """Of one number, within a chunk, over several chunks and segments."""
+    many = 300_000 if world_size == 3 else 5000
+    sizes = [(3, 1), (5000, 7), (7, 5000), (many, many), (many, 0), (0, 9)]
+    of_rank = [2.0 if equal else float(rank % 3) for rank in range(world_size)]
+
+    def sums(group):
+        weight = of_rank[group.rank]
+        results = []
+        for dtype in ("float32", "bfloat16", "float64"):
+            for first, last in sizes:
+                gradient = values(group.rank, first, dtype)
+                if weight == 0:
+                    gradient = tf.fill([first], tf.cast(np.nan, dtype))
+                state = values(group.rank + 50, last, dtype)
+                results.append(
+                    collective_ops.all_reduce(
+                        group,
+                        [gradient, state],
+                        tag=2 * len(results),
+                        weight=weight,
+                        unweighted=1,
+                    )
+                )
+        return results
+
+    by_rank = run_on_ranks(world_size, sums, timeout=60, all_reduce=form)
+    cases = [
+        (dtype, *each)
+        for dtype in ("float32", "bfloat16", "float64")
+        for each in sizes
+    ]
+    for (dtype, first, last), *found in zip(cases, *by_rank, strict=True):
+        rounded = {
+            "rtol": 1.001 * ROUNDED.get(dtype, 1e-12),
+            "atol": 1e-5,
+            "err_msg": f"{dtype} {first} {last}",
+        }
+        weighted = exact(world_size, first, dtype, of_rank.__getitem__)
+        plain = np.sum(
+            [
+                np.asarray(values(rank + 50, last, dtype), np.float64)
+                for rank in range(world_size)
+            ],
+            axis=0,
+        )
+        for gradient, state in found:
+            np.testing.assert_allclose(
+                gradient.numpy().astype(np.float64), weighted, **rounded
+            )
+            np.testing.assert_allclose(
+                state.numpy().astype(np.float64), plain, **rounded
+            )
+            assert state.numpy().tobytes() == found[0][1].numpy().tobytes()
+
+
 @pytest.mark.parametrize("form", ["ring", "tree"])
 @pytest.mark.parametrize("world_size", [2, 6])
 def test_an_error_of_one_rank_is_told_by_all(form, world_size):

@@ -83,6 +83,12 @@ def exchange_all(group, dtype, weight):
         *collective_ops.all_reduce(group, bucket, tag=10, weight=weight),
         *collective_ops.all_reduce(group, [own], tag=12, weight=2.0),
         *collective_ops.all_reduce(group, [own * np.inf], tag=14, weight=0.0),
+        *collective_ops.all_reduce(
+            group, [*bucket, own], tag=20, weight=weight, unweighted=1
+        ),
+        *collective_ops.all_reduce(
+            group, [bucket[0], own], tag=22, weight=2.0, unweighted=1
+        ),
         collective_ops.broadcast(group, own, root=world - 1, tag=16),
         collective_ops.broadcast(group, rows[:0], root=0, tag=18),
     ]

@@ -279,3 +279,109 @@ def of_a_search(strategy, folder):
     for kind, metric in used.items():
         expected = references.ranking(kind, wanted, found, np.ones(ITEMS), K)
         np.testing.assert_allclose(logs[metric.name], expected, rtol=1e-6)
+
+
+class Reading(keras.Model):
+    """Reads metrics before, between and after updates of a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = keras.layers.Dense(1, use_bias=False)
+        self.twice = keras.metrics.Sum(name="twice")
+        self.mean = keras.metrics.Mean(name="mean")
+        self.late = keras.metrics.MeanSquaredError(name="late")
+
+    def call(self, x):
+        return self.scale(x)
+
+    def train_step(self, data):
+        x, y = data
+        first = self.twice.result()
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        self.twice.update_state(y)
+        self.mean.update_state(y, sample_weight=y)
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        second = self.twice.result()
+        self.twice.update_state(2 * y)
+        self.late.update_state(y, 0 * y)
+        return {
+            "first": first,
+            "second": second,
+            "third": self.twice.result(),
+            "mean": self.mean.result(),
+            "late": self.late.result(),
+        }
+
+    @property
+    def metrics(self):
+        return [self.twice, self.mean, self.late]
+
+
+class Logs(keras.callbacks.Callback):
+    """Logs of all steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps.append({key: float(value) for key, value in logs.items()})
+
+
+def _labels(rng):
+    return rng.integers(1, 9, [SAMPLES, 1]).astype(np.float32)
+
+
+def read_within_a_step(strategy, folder):
+    """A result is that of the states when it is read, as in one process."""
+    y = _labels(np.random.default_rng(4))
+    with strategy.scope():
+        model = Reading()
+        model.compile(keras.optimizers.SGD(0.01))
+    logs = Logs()
+    dataset = tf.data.Dataset.from_tensor_slices((y, y)).batch(BATCH)
+    model.fit(dataset, epochs=2, verbose=0, callbacks=[logs])
+    ends = [*range(BATCH, SAMPLES, BATCH), SAMPLES]
+    begins = [0, *ends[:-1]]
+    expected = [
+        {
+            "first": 3 * y[:begin].sum(),
+            "second": 3 * y[:begin].sum() + y[begin:end].sum(),
+            "third": 3 * y[:end].sum(),
+            "mean": (y[:end] ** 2).sum() / y[:end].sum(),
+            "late": (y[:end] ** 2).mean(),
+        }
+        for begin, end in zip(begins, ends, strict=True)
+    ]
+    assert len(logs.steps) == 2 * len(expected)
+    for found, each in zip(logs.steps, 2 * expected, strict=True):
+        for key, value in each.items():
+            np.testing.assert_allclose(found[key], value, 1e-6, err_msg=key)
+
+
+def sums_share_exchanges(strategy, folder):
+    """The loss is summed with the gradients, other metrics in one exchange."""
+    y = _labels(np.random.default_rng(4))
+    dataset = tf.data.Dataset.from_tensor_slices((y, y)).batch(BATCH)
+    steps = len(dataset)
+
+    def counts():
+        labels = strategy.statistics().get("labels", {})
+        return [labels.get(name, [0])[0] for name in ("gradients", "logs")]
+
+    def counted(metrics, method):
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=metrics)
+        before = counts()
+        getattr(model, method)(dataset, verbose=0)
+        return [b - a for a, b in zip(before, counts(), strict=True)]
+
+    steps *= strategy.world_size > 1
+    assert counted([], "fit") == [steps, 0]
+    assert counted(["mae", "AUC"], "fit") == [steps, steps]
+    assert counted([], "evaluate") == [0, steps]
+    assert counted(["mae", "AUC"], "evaluate") == [0, steps]

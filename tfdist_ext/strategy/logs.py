@@ -28,6 +28,7 @@ from tfdist_ext.patching import Need
 from tfdist_ext.patching import extend
 from tfdist_ext.patching import stage
 from tfdist_ext.strategy import metric_sums
+from tfdist_ext.strategy.metric_sums import Reading
 from tfdist_ext.type_names import Metric
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Nest
@@ -65,8 +66,10 @@ def _result(
     original: Original[T], metric: Metric, *args: Any, **kwargs: Any
 ) -> T:
     result = original(metric, *args, **kwargs)
-    if whole_batch.keras_step() is None:
+    step = whole_batch.keras_step()
+    if step is None:
         return result
+    reading = metric_sums.read(step, metric)
     flat = [
         tf.convert_to_tensor(value)
         if isinstance(value, keras.Variable)
@@ -75,21 +78,19 @@ def _result(
     ]
     for index, value in enumerate(flat):
         if tf.is_tensor(value):
-            marks.set_result_of(value, metric, index)
+            marks.set_result_of(value, reading, index)
     return tf.nest.pack_sequence_as(result, flat)
 
 
-def states_of(metric: Metric) -> list[tf.Tensor] | None:
-    """This rank's states of a metric; None if they are many or averaged.
+def _is_sent(metric: Metric) -> bool:
+    """Whether ranks exchange the states of a metric in a step.
+
+    They do not if the states are averaged or have many numbers, of which this
+    warns.
 
     Args:
         metric: metric of Keras 3.
-
-    Returns:
-        A tensor for each variable of the metric. States that are equal on all
-        ranks must not be summed, see `metric_sums.is_summed`.
     """
-    variables = metric_sums.states(metric)
     numbers = metric_sums.numbers(metric)
     if numbers > metric_sums.MOST_NUMBERS:
         warnings.warn(
@@ -99,10 +100,8 @@ def states_of(metric: Metric) -> list[tf.Tensor] | None:
             "`model.get_metrics_result()`, have the result of all samples.",
             stacklevel=2,
         )
-        return None
-    if any(_is_averaged(v) for v in variables):
-        return None
-    return list(map(metric_sums.own_value, variables))
+        return False
+    return not any(map(_is_averaged, metric_sums.states(metric)))
 
 
 def _is_equal_on_ranks(metric: Metric) -> bool:
@@ -176,7 +175,7 @@ def of_whole_batch(outputs: Nest, collectives: Collectives) -> Nest:
         for i in places:
             marks.set_reduced(flat[i])
         return tf.nest.pack_sequence_as(outputs, flat)
-    parts = _of_metrics(step, flat, places)
+    parts = _of_metrics(flat, places)
     others = set(places).difference(*(part.places for part in parts))
     names = batches.names_of(outputs)
     means: dict[int, tf.Tensor] = {}
@@ -234,24 +233,22 @@ def _exchange(
 
 
 def _of_metrics(
-    step: Step, flat: Sequence[TensorLike], places: Sequence[int]
+    flat: Sequence[TensorLike], places: Sequence[int]
 ) -> list[_Parts]:
     """Results of metrics, computed from the states of all ranks."""
-    of_metric: dict[int, tuple[Metric, list[int], list[int]]] = {}
+    readings: dict[object, tuple[Reading, list[int], list[int]]] = {}
     for i in places:
-        metric, index = marks.result_of(flat[i]) or (None, 0)
-        if metric is not None:
-            known = of_metric.setdefault(id(metric), (metric, [], []))
+        reading, index = marks.result_of(flat[i]) or (None, 0)
+        if reading is not None:
+            known = readings.setdefault(reading.key, (reading, [], []))
             known[1].append(i)
             known[2].append(index)
     parts = []
-    for metric, where, indices in of_metric.values():
-        if _is_equal_on_ranks(metric):
+    for reading, where, indices in readings.values():
+        if _is_equal_on_ranks(reading.metric):
             parts.append(_of_equal([flat[i] for i in where], where))
-            continue
-        states = states_of(metric)
-        if states is not None:
-            parts.append(_of_metric(step, metric, states, where, indices))
+        elif _is_sent(reading.metric):
+            parts.append(_of_metric(reading, where, indices))
     return parts
 
 
@@ -261,29 +258,24 @@ def _of_equal(values: Sequence[tf.Tensor], where: Sequence[int]) -> _Parts:
 
 
 def _of_metric(
-    step: Step,
-    metric: Metric,
-    states: Sequence[tf.Tensor],
-    where: Sequence[int],
-    indices: Sequence[int],
+    reading: Reading, where: Sequence[int], indices: Sequence[int]
 ) -> _Parts:
-    totals = list(states)
+    totals = list(reading.values)
     sent = []
-    for i, state in enumerate(metric_sums.states(metric)):
-        if metric_sums.is_summed(state):
-            total = metric_sums.known(step, state)
-            if total is None:
-                sent.append(i)
-            else:
-                totals[i] = total
+    for i, state in enumerate(metric_sums.states(reading.metric)):
+        total = reading.totals[i]
+        if total is not None:
+            totals[i] = total
+        elif metric_sums.is_summed(state):
+            sent.append(i)
 
     def finish(sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         for i, total in zip(sent, sums, strict=True):
             totals[i] = total
-        result = result_of_states(metric, totals)
+        result = result_of_states(reading.metric, totals)
         return [result[index] for index in indices]
 
-    return _Parts([states[i] for i in sent], finish, where)
+    return _Parts([reading.values[i] for i in sent], finish, where)
 
 
 def _of_means(means: Mapping[int, tf.Tensor]) -> list[_Parts]:

@@ -41,6 +41,24 @@ class _Summed:
     writes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The states of a metric when a step reads its result.
+
+    Attributes:
+        metric: the metric.
+        values: this rank's value of each state.
+        totals: sum of each state over the ranks; None if it must be exchanged,
+            or if the state is not a sum.
+        key: equal for readings between which no state was written.
+    """
+
+    metric: Metric
+    values: Sequence[tf.Tensor]
+    totals: Sequence[tf.Tensor | None]
+    key: object
+
+
 def note_update(step: Step, metric: Metric) -> None:
     """Notes that a step updates a metric.
 
@@ -73,6 +91,21 @@ def numbers(metric: Metric) -> int:
 def own_value(state: Variable) -> tf.Tensor:
     """This rank's value of a state."""
     return internals.components(state)[0].read_value()
+
+
+def read(step: Step, metric: Metric) -> Reading:
+    """Reads the states of a metric.
+
+    Args:
+        step: step that is traced or run.
+        metric: metric whose result the step reads.
+    """
+    found = states(metric)
+    totals = [known(step, v) if is_summed(v) else None for v in found]
+    key: object = object()
+    if not tf.executing_eagerly():
+        key = id(internals.current_graph()), id(metric), *map(_writes, found)
+    return Reading(metric, list(map(own_value, found)), totals, key)
 
 
 def written(step: Step) -> list[Variable]:
