@@ -192,6 +192,24 @@ def test_what_has_no_rule_is_unknown_and_names_an_op(name, batch):
     assert kind.cause is not None
 
 
+def test_a_gradient_adds_outputs_to_a_loop():
+    """Kinds may be known before a loop is differentiated."""
+    found = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+    def step(x):
+        dependence = BatchDependence(None)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = tf.map_fn(lambda row: row * tf.reduce_sum(row), x)
+        found.append(dependence.of(value))
+        found.append(dependence.of(tape.gradient(value, x)))
+        return value
+
+    step.get_concrete_function()
+    assert [kind.name for kind in found] == [kinds.UNKNOWN] * 2
+
+
 def test_one_element_of_each_row_by_its_number():
     def chosen(x):
         best = tf.argmax(x, 1, output_type=tf.int32)

@@ -151,13 +151,13 @@ class BatchDependence:
         pending = [value.op]
         while pending:
             op = pending[-1]
-            if _key(op) in self._known:
+            if self._is_known(op):
                 pending.pop()
                 continue
             before = [
                 each.op
                 for each in op.inputs
-                if _marked(each) is None and _key(each.op) not in self._known
+                if _marked(each) is None and not self._is_known(each.op)
             ]
             if before:
                 pending += before
@@ -165,6 +165,10 @@ class BatchDependence:
             pending.pop()
             self._known[_key(op)] = self._of_op(op)
         return self._known[_key(value.op)][value.value_index]
+
+    def _is_known(self, op: tf.Operation) -> bool:
+        # The gradient of a branch or a loop adds outputs to its op.
+        return len(self._known.get(_key(op), ())) == len(op.outputs)
 
     def _of_op(self, op: tf.Operation) -> list[Kind]:
         kinds = [self._of_known(each) for each in op.inputs]
