@@ -133,6 +133,70 @@ def test_a_damaged_piece_is_found(tmp_path, monkeypatch, shape):
     assert batches == [8, 9]
 
 
+@pytest.mark.parametrize(
+    ("slices", "in_pieces"),
+    [
+        (["0,5:-", "5,17:-", "22,10:-", "32,32:-"], True),
+        (["32,32:0,4", "0,32:-"], True),
+        (["0,32:-", "32,32:0,3", "32,32:3,1"], False),
+        (["-:0,1", "-:1,3"], False),
+    ],
+)
+def test_slices_that_several_ranks_have_written(
+    tmp_path, monkeypatch, slices, in_pieces
+):
+    """Those of rows are read one by one, others by TensorFlow."""
+    monkeypatch.setattr(checkpoint_slices, "PIECE", 256)
+    with tfdist_ext.HybridParallelStrategy().scope():
+        model = keras.Sequential([keras.Input([2]), Scale((64, 4))])
+        model.compile("sgd", "mse")
+    x = np.ones([3, 2], np.float32)
+    model.fit(x, x, verbose=0, callbacks=[Resume(tmp_path)])
+    expected = model.weights[0].numpy().copy()
+    path = tf.train.latest_checkpoint(tmp_path)
+    tensors = write_slices(path, [64, 4], slices)
+    model.weights[0].assign(np.zeros([64, 4]))
+    read = count_pieces(monkeypatch)
+    model.fit(x, x, verbose=0, callbacks=[Resume(tmp_path)])
+    np.testing.assert_array_equal(model.weights[0].numpy(), expected)
+    assert len(read) == (len(slices) * tensors if in_pieces else 0)
+
+
+def write_slices(path, shape, slices):
+    """Writes a checkpoint anew, the tensors of a shape in slices.
+
+    Returns:
+        The number of these tensors: the weight, and a slot of tf_keras.
+    """
+    reader = tf.train.load_checkpoint(path)
+    names, specs, tensors = [], [], []
+    for name, each in reader.get_variable_to_shape_map().items():
+        value = reader.get_tensor(name)
+        sizes = " ".join(map(str, shape))
+        for spec in [f"{sizes} {s}" for s in slices] if each == shape else [""]:
+            names.append(name)
+            specs.append(spec)
+            tensors.append(value[part(spec)] if spec else value)
+    tf.raw_ops.SaveV2(
+        prefix=path,
+        tensor_names=names,
+        shape_and_slices=specs,
+        tensors=tensors,
+    )
+    return sum(map(bool, specs)) // len(slices)
+
+
+def part(spec):
+    """The index of a slice in TensorFlow's notation."""
+    pairs = [each.split(",") for each in spec.split(" ")[-1].split(":")]
+    return tuple(
+        slice(int(pair[0]), int(pair[0]) + int(pair[1]))
+        if len(pair) == 2
+        else slice(None)
+        for pair in pairs
+    )
+
+
 def test_a_variable_of_another_size_is_not_restored(tmp_path, monkeypatch):
     """The file has all slices of the smaller variable, among others."""
     monkeypatch.setattr(checkpoint_slices, "PIECE", 256)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensor_bundle_pb2
@@ -79,6 +80,30 @@ class Index:
             ),
             default=math.prod(shape),
         )
+
+    def slices_of_rows(self, key: str) -> list[str] | None:
+        """The slices of a tensor in the order of their rows.
+
+        Returns:
+            The slices in TensorFlow's notation; None if the tensor is not
+            stored in slices that have all columns and follow each other.
+        """
+        entry = self._entries.get(key.encode())
+        if entry is None or not entry.slices:
+            return None
+        shape = [dim.size for dim in entry.shape.dim]
+        sizes = " ".join(map(str, shape))
+        end, found = 0, []
+        for each in sorted(entry.slices, key=lambda each: each.extent[0].start):
+            rows, *columns = each.extent
+            if rows.start != end or not rows.HasField("length"):
+                return None
+            for extent, size in zip(columns, shape[1:], strict=True):
+                if extent.HasField("length") and extent.length != size:
+                    return None
+            end += rows.length
+            found.append(f"{sizes} {':'.join(map(_text_of, each.extent))}")
+        return found if end == shape[0] else None
 
     def stored(
         self, key: str, slice_spec: str, dtype: tf.DType
@@ -155,6 +180,13 @@ def _extents(slice_spec: str) -> list[tuple[int, int]]:
         for each in extents.split(":")
         for start, _, length in [each.partition(",")]
     ]
+
+
+def _text_of(extent: Any) -> str:
+    """An extent of a `TensorSliceProto` in TensorFlow's notation."""
+    if not extent.HasField("length"):
+        return "-"
+    return f"{extent.start},{extent.length}"
 
 
 def _name_of_slice(key: str, extents: list[tuple[int, int]]) -> bytes:

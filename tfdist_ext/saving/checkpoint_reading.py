@@ -146,14 +146,15 @@ def _pieces_of_variables(
     index = Index(path)
     pieces = {}
     for key, variable in large.items():
+        slices = index.slices_of_rows(key)
+        if slices is None or index.shape(key) != variable.shape:
+            continue
         find = functools.partial(index.stored, key)
-        if index.shape(key) == variable.shape and all(
-            find(each, variable.dtype) for each in variable.slices
-        ):
+        stored = variable.in_slices(slices)
+        if all(find(each, variable.dtype) for each in stored.slices):
             reader = _reader(path, key, variable.dtype)
             pieces[key] = [
-                _Piece(variable, i, find, reader)
-                for i in range(variable.pieces)
+                _Piece(stored, i, find, reader) for i in range(stored.pieces)
             ]
     return pieces
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -29,33 +31,47 @@ class SavedVariable:
 
     Args:
         variable: a variable in host memory, of more than one piece.
+        slices: the pieces, see the attribute; None for pieces of equal size of
+            at most `checkpoint_slices.PIECE` bytes.
 
     Attributes:
         table: name of the variable.
-        slices: slices of the pieces, in TensorFlow's notation.
+        slices: slices of the pieces, in TensorFlow's notation. They have all
+            columns, and their rows follow each other.
         shape: shape of the variable.
         dtype: dtype of the variable.
     """
 
-    def __init__(self, variable: tf.Variable) -> None:
+    def __init__(
+        self, variable: tf.Variable, slices: Sequence[str] | None = None
+    ) -> None:
         self._variable = variable
         self.table = variable.name
         self.shape = tuple(variable.shape)
         self.dtype = variable.dtype
-        count = _pieces(variable)
+        self.slices = slices or self._equal_slices()
+        rows = [each.split(" ")[-1].split(":")[0] for each in self.slices]
+        pairs = np.array([each.split(",") for each in rows], np.int64)
+        self._first, self._rows = pairs.T
+
+    def _equal_slices(self) -> list[str]:
+        count = _pieces(self._variable)
         bounds = np.arange(count + 1) * self.shape[0] // count
-        self._first, self._rows = bounds[:-1], np.diff(bounds)
         sizes = " ".join(map(str, self.shape))
         rest = ":-" * (len(self.shape) - 1)
-        self.slices = [
-            f"{sizes} {first},{rows}{rest}"
-            for first, rows in zip(self._first, self._rows, strict=True)
+        return [
+            f"{sizes} {first},{last - first}{rest}"
+            for first, last in itertools.pairwise(bounds)
         ]
 
     @property
     def pieces(self) -> int:
         """Number of pieces."""
         return len(self.slices)
+
+    def in_slices(self, slices: Sequence[str]) -> SavedVariable:
+        """The same in other pieces; see the argument `slices`."""
+        return SavedVariable(self._variable, slices)
 
     def snapshot(self) -> dict[str, Piece]:
         """The pieces by slice, as they are now; another thread may read."""
