@@ -385,3 +385,46 @@ def sums_share_exchanges(strategy, folder):
     assert counted(["mae", "AUC"], "fit") == [steps, steps]
     assert counted([], "evaluate") == [0, steps]
     assert counted(["mae", "AUC"], "evaluate") == [0, steps]
+
+
+class Inner(keras.Model):
+    """Updates a metric in a function of its own, before the gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = keras.layers.Dense(1, use_bias=False)
+        self.seen = keras.metrics.Sum(name="seen")
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 1])])
+    def add(self, values):
+        self.seen.update_state(values)
+
+    def call(self, x):
+        return self.scale(x)
+
+    def train_step(self, data):
+        x, y = data[:2]
+        self.add(y)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"seen": self.seen.result()}
+
+    @property
+    def metrics(self):
+        return [self.seen]
+
+
+def updated_in_a_function(strategy, folder):
+    """A metric that a `tf.function` inside of the step updates."""
+    y = _labels(np.random.default_rng(4))
+    with strategy.scope():
+        model = Inner()
+        model.compile(keras.optimizers.SGD(0.01))
+    for size in (BATCH, BATCH - 1, BATCH, BATCH - 2):
+        batch = y[:size]
+        model.reset_metrics()
+        logs = model.train_on_batch(batch, batch, return_dict=True)
+        assert float(logs["seen"]) == batch.sum()

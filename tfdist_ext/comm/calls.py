@@ -24,7 +24,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.type_names import Metric
+from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import T
@@ -227,8 +227,9 @@ class Step:
         owners: what errors of compressed gradients are kept for: the optimizer
             that sums them, or the variables.
         row_gradients: gradients that are to be sent to the owners of rows.
-        metrics: metrics that the step updates.
-        metric_sums: sums of their states over the ranks, see `metric_sums`.
+        model: the model whose step it is, None if that is not known.
+        metric_sums: sums of states of its metrics over the ranks, see
+            `metric_sums`.
     """
 
     samples: tf.Tensor
@@ -256,7 +257,7 @@ class Step:
     asynchronous: bool = False
     owners: Sequence[object] = ()
     row_gradients: list[RowGradient] = dataclasses.field(default_factory=list)
-    metrics: list[Metric] = dataclasses.field(default_factory=list)
+    model: Model | None = None
     metric_sums: dict[tuple[int, int], Any] = dataclasses.field(
         default_factory=dict
     )
@@ -342,7 +343,6 @@ class Step:
             assigned=[],
             later=[],
             row_gradients=[],
-            metrics=[],
             metric_sums={},
         )
 
@@ -382,6 +382,19 @@ def is_keras_loop(fn: Callable[..., object]) -> bool:
         return getattr(method, "__name__", None) in _KERAS_STEPS
     module = getattr(fn, "__module__", None) or ""
     return module.split(".")[0] in ("keras", "tf_keras")
+
+
+def model_of(fn: Callable[..., object]) -> Model | None:
+    """The model whose step a function is; None if it does not tell.
+
+    Steps of Keras 3 are methods of the model. Those of tf_keras are functions
+    that use a variable `model` of the function around them.
+    """
+    fn = inspect.unwrap(getattr(fn, "python_function", fn))
+    model = getattr(fn, "__self__", None)
+    if model is None and inspect.isfunction(fn) and is_keras_loop(fn):
+        model = inspect.getclosurevars(fn).nonlocals.get("model")
+    return model if isinstance(model, tf.keras.Model) else None
 
 
 def is_evaluation(fn: Callable[..., object]) -> bool:

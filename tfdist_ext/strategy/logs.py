@@ -49,17 +49,8 @@ def watch_results(model: Model) -> None:
     """
     if not keras_internals.KERAS_3 or not isinstance(model, keras.Model):
         return
-    for metric in _metrics_of(model):
+    for metric in metric_sums.metrics_of(model):
         extend(type(metric), "result", stage(_result, Need.STRATEGY))
-
-
-def _metrics_of(owner: Model | Metric) -> list[Metric]:
-    """Metrics of a model, including those inside of other metrics."""
-    found = []
-    for metric in owner.metrics:
-        inner = getattr(metric, "metrics", None)
-        found += [metric] if inner is None else _metrics_of(metric)
-    return found
 
 
 def _result(

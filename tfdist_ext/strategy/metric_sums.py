@@ -6,6 +6,10 @@ an exchange. A step of Keras's loops sums many states in one exchange. States
 that it updates before it sums gradients are part of that sum. The others are
 summed when one of them is read. A sum is used until the step writes the state
 again.
+
+Which states are summed together is computed from the graph of the step only.
+Ranks that trace the step again, for a batch of another size, may have functions
+inside of it that are traced already.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.calls import Step
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.type_names import Metric
+from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Variable
 
 # Largest size of a metric's states that ranks exchange in every step.
@@ -59,15 +64,15 @@ class Reading:
     key: object
 
 
-def note_update(step: Step, metric: Metric) -> None:
-    """Notes that a step updates a metric.
-
-    Args:
-        step: step that is traced or run.
-        metric: the metric, not a container of metrics.
-    """
-    if not any(known is metric for known in step.metrics):
-        step.metrics.append(metric)
+def metrics_of(owner: Model | Metric) -> list[Metric]:
+    """Metrics of a model, including those inside of other metrics."""
+    found = []
+    for metric in owner.metrics:
+        # A metric of tf_keras is a layer, whose `metrics` are others.
+        is_layer = isinstance(metric, tf.keras.layers.Layer)
+        contains = not is_layer and hasattr(metric, "metrics")
+        found += metrics_of(metric) if contains else [metric]
+    return found
 
 
 def states(metric: Metric) -> list[Variable]:
@@ -113,12 +118,15 @@ def written(step: Step) -> list[Variable]:
 
     Args:
         step: step that is traced.
+
+    Returns:
+        States of the metrics of the step's model.
     """
-    if tf.executing_eagerly():
+    if tf.executing_eagerly() or step.model is None:
         return []
     return [
         state
-        for metric in step.metrics
+        for metric in metrics_of(step.model)
         if numbers(metric) <= MOST_NUMBERS
         for state in states(metric)
         if is_summed(state) and _writes(state) and known(step, state) is None

@@ -383,6 +383,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             # A trial (a run of a check) calls `run` in its own function.
             is_function=trial is None and hasattr(fn, "python_function"),
             merges_rows=supported.merges_rows(getattr(fn, "__self__", None)),
+            model=calls.model_of(fn),
             asynchronous=trains and self.collectives.requests is not None,
         )
 

@@ -25,7 +25,6 @@ from tfdist_ext.numbers.kinds import ROWS
 from tfdist_ext.numbers.kinds import SAME
 from tfdist_ext.numbers.kinds import follows_from_constants
 from tfdist_ext.strategy import decomposing
-from tfdist_ext.strategy import metric_sums
 from tfdist_ext.type_names import Arguments
 from tfdist_ext.type_names import Keywords
 from tfdist_ext.type_names import Loss
@@ -134,7 +133,6 @@ def update_metric(
     step = whole_batch.keras_loop_step()
     if step is None or step.checking or keras_internals.is_container(metric):
         return original(metric, *args, **kwargs)
-    metric_sums.note_update(step, metric)
     if not step.whole:
         if not _is_outermost(original, metric):  # Called by a subclass.
             return original(metric, *args, **kwargs)
