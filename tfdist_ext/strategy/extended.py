@@ -349,13 +349,17 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         if self.rounds is not None and self.rounds.defer:
             return self._sum_rows_of_shards(values)
 
-        def reduce(parts: list[TensorOrSlices]) -> list[TensorOrSlices]:
-            return self.sum_gradients(parts, weighted=True)
+        def reduce(
+            parts: list[TensorOrSlices], unweighted: int = 0
+        ) -> list[TensorOrSlices]:
+            return self.sum_gradients(parts, True, unweighted)
 
         if internals.is_recording():
             result = gradients.differentiable(reduce, values, collectives)
+        elif self._sends_as_is(values):
+            result = metric_sums.sum_with(collectives.step, reduce, values)
         else:
-            result = self._sum_with_metrics(values)
+            result = reduce(values)
         for value, own in zip(result, values, strict=True):
             if marks.gradient_spec(value) is None:
                 marks.set_reduced(getattr(value, "values", value))
@@ -380,28 +384,11 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             unweighted,
         )
 
-    def _sum_with_metrics(
-        self, values: list[TensorOrSlices]
-    ) -> list[TensorOrSlices]:
-        """Gradients of the global batch; sums states of metrics with them."""
-        step = self.collectives.step if self.collectives else None
-        assert step is not None
-        states: list[Variable] = []
-        if self._sends_as_is(values):
-            states = metric_sums.written(step)
-            states = [each for each in states if each.dtype == tf.float32]
-        own = list(map(metric_sums.own_value, states))
-        sums = self.sum_gradients([*values, *own], True, len(own))
-        metric_sums.store(step, states, sums[len(values) :])
-        return sums[: len(values)]
-
     def _sends_as_is(self, values: list[TensorOrSlices]) -> bool:
         """Whether a gradient is summed by an all-reduce of float32."""
-        collectives = self.collectives
-        assert collectives is not None and collectives.step is not None
+        assert self.collectives is not None
         return (
-            not collectives.step.asynchronous
-            and collectives.gradient_dtype == tf.float32
+            self.collectives.gradient_dtype == tf.float32
             and self._sums(of_optimizer=True) is None
             and any(
                 not isinstance(value, tf.IndexedSlices)

@@ -105,12 +105,7 @@ def reduce_values(
         if not isinstance(value, tf.IndexedSlices):
             dense[i] = tf.convert_to_tensor(value)
         elif marks.gradient_spec(value) is not None:
-            if is_of_one_lookup(value):
-                continue
-            # A layer that was called twice has added some rows twice.
-            rows, summed = sum_duplicate_rows(value.indices, value.values)
-            marks.set_row_source(rows, value.indices)
-            result[i] = tf.IndexedSlices(summed, rows, value.dense_shape)
+            result[i] = _with_rows_once(value)
         elif marks.is_unique(value) and _is_small(value):
             small[i] = _as_table(value)
         else:
@@ -226,6 +221,15 @@ def _sum_dense(
         for i, total in zip(chosen, sums, strict=True):
             result[i] = tf.cast(total, dense[i].dtype)
     return result
+
+
+def _with_rows_once(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """A shard's gradient; a layer that is called twice adds rows twice."""
+    if is_of_one_lookup(slices):
+        return slices
+    rows, summed = sum_duplicate_rows(slices.indices, slices.values)
+    marks.set_row_source(rows, slices.indices)
+    return tf.IndexedSlices(summed, rows, slices.dense_shape)
 
 
 def _is_small(slices: tf.IndexedSlices) -> bool:

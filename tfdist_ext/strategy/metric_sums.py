@@ -15,6 +15,7 @@ inside of it that are traced already.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -25,6 +26,7 @@ from tfdist_ext.comm.calls import Step
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.type_names import Metric
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import TensorOrSlices
 from tfdist_ext.type_names import Variable
 
 # Largest size of a metric's states that ranks exchange in every step.
@@ -131,6 +133,29 @@ def written(step: Step) -> list[Variable]:
         for state in states(metric)
         if is_summed(state) and _writes(state) and known(step, state) is None
     ]
+
+
+def sum_with(
+    step: Step,
+    sum_gradients: Callable[[list[TensorOrSlices], int], list[TensorOrSlices]],
+    gradients: list[TensorOrSlices],
+) -> list[TensorOrSlices]:
+    """Sums gradients, and the float32 states that the step has written.
+
+    Args:
+        step: step that is traced or run.
+        sum_gradients: sums tensors over the ranks in one exchange. The second
+            argument is the number of the last tensors that have no weights.
+        gradients: gradients of this rank.
+
+    Returns:
+        The sums of the gradients.
+    """
+    summed = [state for state in written(step) if state.dtype == tf.float32]
+    own = list(map(own_value, summed))
+    sums = sum_gradients([*gradients, *own], len(own))
+    store(step, summed, sums[len(gradients) :])
+    return sums[: len(gradients)]
 
 
 def known(step: Step, state: Variable) -> tf.Tensor | None:
