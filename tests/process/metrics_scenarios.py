@@ -428,3 +428,51 @@ def updated_in_a_function(strategy, folder):
         model.reset_metrics()
         logs = model.train_on_batch(batch, batch, return_dict=True)
         assert float(logs["seen"]) == batch.sum()
+
+
+class Running(keras.Model):
+    """Returns a variable that a step assigns, and twice a metric's result."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = keras.layers.Dense(1, use_bias=False)
+        self.mean = keras.metrics.Mean(name="mean")
+        self.running = self.add_weight(name="running", trainable=False)
+
+    def call(self, x):
+        return self.scale(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        self.mean.update_state(y)
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        self.running.assign(tf.reduce_mean(y))
+        running = tf.convert_to_tensor(self.running)
+        mean = self.mean.result()
+        return {"running": running, "mean": mean, "both": mean + running}
+
+    @property
+    def metrics(self):
+        return [self.mean]
+
+
+def beside_a_variable(strategy, folder):
+    """A variable that a step assigns is averaged, metrics are not again."""
+    y = _labels(np.random.default_rng(4))[: 4 * BATCH]
+    with strategy.scope():
+        model = Running()
+        model.build([None, 1])
+        model.compile(keras.optimizers.SGD(0.01))
+    logs = Logs()
+    dataset = tf.data.Dataset.from_tensor_slices((y, y)).batch(BATCH)
+    model.fit(dataset, verbose=0, callbacks=[logs])
+    for step, found in enumerate(logs.steps):
+        running = y[step * BATCH : (step + 1) * BATCH].mean()
+        mean = y[: (step + 1) * BATCH].mean()
+        np.testing.assert_allclose(found["running"], running, 1e-6)
+        np.testing.assert_allclose(found["mean"], mean, 1e-6)
+        np.testing.assert_allclose(found["both"], mean + running, 1e-6)

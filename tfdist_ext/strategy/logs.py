@@ -23,7 +23,6 @@ from tfdist_ext.numbers.kinds import COUPLED
 from tfdist_ext.numbers.kinds import SAME
 from tfdist_ext.numbers.kinds import STATIC
 from tfdist_ext.numbers.kinds import SUM
-from tfdist_ext.numbers.kinds import follows_from_constants
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import extend
 from tfdist_ext.patching import stage
@@ -173,7 +172,7 @@ def of_whole_batch(outputs: Nest, collectives: Collectives) -> Nest:
     for i in sorted(others):
         name = f"'{names[i]}', which a step returns,"
         if flat[i].dtype.is_floating:
-            if _is_equal(flat[i], step):
+            if metric_sums.follows_from_sums(step, flat[i]):
                 continue
             flat[i] = whole_batch.averageable(flat[i], name)
             if not marks.is_reduced(flat[i]):
@@ -299,14 +298,6 @@ def _of_means_in(dtype: tf.DType, means: Mapping[int, tf.Tensor]) -> _Parts:
         ]
 
     return _Parts([*own, samples], finish, list(means))
-
-
-def _is_equal(value: tf.Tensor, step: Step) -> bool:
-    """Whether a value is known to be equal on all ranks."""
-    if not tf.is_symbolic_tensor(value):
-        return False
-    kind = whole_batch.kind_of(step, value)
-    return kind.name == SAME and not follows_from_constants(value)
 
 
 def _is_count(value: tf.Tensor, step: Step) -> bool:

@@ -214,6 +214,32 @@ def total(
     return found
 
 
+def follows_from_sums(step: Step, value: tf.Tensor) -> bool:
+    """Whether a value is computed only from sums of states, and constants.
+
+    In tf_keras the results of metrics are. They are equal on all ranks.
+
+    Args:
+        step: step that is traced or run.
+        value: a tensor that the step returns.
+    """
+    if not tf.is_symbolic_tensor(value):
+        return False
+    totals = [each.total for each in step.metric_sums.values()]
+    sums = {total.name for total in totals if total.graph is value.graph}
+    used, seen, pending = False, set(), [value]
+    while pending:
+        tensor = pending.pop()
+        if tensor.name in sums:
+            used = True
+        elif tensor.op.name not in seen:
+            seen.add(tensor.op.name)
+            if not tensor.op.inputs and tensor.op.type != "Const":
+                return False
+            pending += tensor.op.inputs
+    return used
+
+
 def _key(state: Variable) -> tuple[int, int]:
     return id(internals.current_graph()), id(state)
 
