@@ -60,3 +60,17 @@ def same_on_all_ranks(strategy, value):
     flat = np.asarray(value, np.float32).reshape(1, -1)
     gathered = strategy.gather(tf.constant(flat), axis=0).numpy()
     return (gathered == gathered[0]).all()
+
+
+class Logs(keras.callbacks.Callback):
+    """The logs at the end of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append({k: float(v) for k, v in logs.items()})
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.on_train_batch_end(batch, logs)

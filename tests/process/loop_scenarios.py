@@ -3,6 +3,7 @@
 
 import numpy as np
 import tensorflow as tf
+from fit_models import Logs
 
 keras = tf.keras
 KERAS_3 = hasattr(keras, "ops")
@@ -77,20 +78,6 @@ class _Value:
 
     def __init__(self, value):
         self.result = lambda: value
-
-
-class Logs(keras.callbacks.Callback):
-    """The logs at the end of each batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seen.append({k: float(v) for k, v in logs.items()})
-
-    def on_test_batch_end(self, batch, logs=None):
-        self.on_train_batch_end(batch, logs)
 
 
 def logs_of_batches(strategy, folder):

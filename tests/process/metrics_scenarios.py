@@ -7,6 +7,7 @@ import metric_references as references
 import numpy as np
 import pytest
 import tensorflow as tf
+from fit_models import Logs
 
 from tfdist_ext import metrics
 
@@ -320,17 +321,6 @@ class Reading(keras.Model):
         return [self.twice, self.mean, self.late]
 
 
-class Logs(keras.callbacks.Callback):
-    """Logs of all steps."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.steps.append({key: float(value) for key, value in logs.items()})
-
-
 def _labels(rng):
     return rng.integers(1, 9, [SAMPLES, 1]).astype(np.float32)
 
@@ -356,8 +346,8 @@ def read_within_a_step(strategy, folder):
         }
         for begin, end in zip(begins, ends, strict=True)
     ]
-    assert len(logs.steps) == 2 * len(expected)
-    for found, each in zip(logs.steps, 2 * expected, strict=True):
+    assert len(logs.seen) == 2 * len(expected)
+    for found, each in zip(logs.seen, 2 * expected, strict=True):
         for key, value in each.items():
             np.testing.assert_allclose(found[key], value, 1e-6, err_msg=key)
 
@@ -470,7 +460,7 @@ def beside_a_variable(strategy, folder):
     logs = Logs()
     dataset = tf.data.Dataset.from_tensor_slices((y, y)).batch(BATCH)
     model.fit(dataset, verbose=0, callbacks=[logs])
-    for step, found in enumerate(logs.steps):
+    for step, found in enumerate(logs.seen):
         running = y[step * BATCH : (step + 1) * BATCH].mean()
         mean = y[: (step + 1) * BATCH].mean()
         np.testing.assert_allclose(found["running"], running, 1e-6)
